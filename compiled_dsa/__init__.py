@@ -1,0 +1,1 @@
+"""DeepSeek Sparse Attention for PyTorch, written so that ``torch.compile`` makes it fast."""

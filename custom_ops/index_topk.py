@@ -1,0 +1,183 @@
+"""index_topk: the lightning indexer's scores and its choice of the K best keys of every row.
+
+Two ops with one reference. ``index_topk_decode`` is for batches of few tokens a request and is captured in graphs;
+``index_topk_prefill`` works through its rows within a scratch budget, and graphs are cut at it.
+
+Legend: T rows (query tokens), HI index heads, D index head dim, B requests, K = topk_out.shape[1].
+"""
+
+import torch
+from torch import Tensor
+
+from compiled_dsa.custom_ops.layout import (
+    FP8,
+    PAGE,
+    check_dtype,
+    check_index_pool,
+    check_shape,
+    compute_dtype,
+    split_index_pool,
+    valid_slots,
+)
+from compiled_dsa.custom_ops.registry import define
+
+DEFAULT_SCRATCH_BYTES = 512 << 20
+_REFERENCE_SCORES = 1 << 20  # scores that the reference holds at a time
+
+
+def check_decode(q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic) -> None:
+    check_shape("q", q, None, None, None)
+    T, HI, D = q.shape
+    check_index_pool(pool, D)
+    check_dtype("q", q, FP8 if pool.dtype == torch.uint8 else pool.dtype)
+    check_shape("weights", weights, T, HI)
+    check_dtype("weights", weights, torch.float32, torch.float64)
+    check_shape("page_table", page_table, None, None)
+    check_shape("req_of_row", req_of_row, T)
+    check_shape("visible", visible, T)
+    check_shape("topk_out", topk_out, T, None)
+    for name, tensor in (("page_table", page_table), ("req_of_row", req_of_row), ("visible", visible)):
+        check_dtype(name, tensor, torch.int32)
+    check_dtype("topk_out", topk_out, torch.int32)
+
+
+def check_prefill(q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes) -> None:
+    check_decode(q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic)
+    row_bytes = 4 * PAGE * page_table.shape[1]
+    if scratch_bytes < row_bytes:
+        raise ValueError(
+            f"scratch_bytes={scratch_bytes}; one row's scores over {page_table.shape[1]} pages need {row_bytes} bytes"
+        )
+
+
+def order_key(scores: Tensor) -> Tensor:
+    """Scores -> integers of the same width and order; NaN becomes the smallest integer, which no other score maps to.
+
+    Adding 0.0 makes -0.0 and 0.0 equal, as torch.topk has them.
+    """
+    integer = torch.int64 if scores.dtype == torch.float64 else torch.int32
+    limits = torch.iinfo(integer)
+    bits = (scores + 0.0).view(integer)
+    key = torch.where(bits < 0, bits ^ limits.max, bits)
+    return torch.where(scores.isnan(), limits.min, key)
+
+
+def logical_slots(page_table: Tensor, requests: Tensor, positions: Tensor, pages: int) -> Tensor:
+    """Physical slots (int64) of token positions of requests; -1 where the page table has no page of the pool."""
+    column = positions // PAGE
+    inside = (positions >= 0) & (column < page_table.shape[1])
+    page = page_table[requests, column.clamp(0, page_table.shape[1] - 1)].long()
+    slots = page * PAGE + positions % PAGE
+    return torch.where(inside & valid_slots(slots, pages), slots, -1)
+
+
+def scores_of_rows(q: Tensor, weights: Tensor, keys: Tensor, key_scales: Tensor | None) -> Tensor:
+    """score[t, j] = ks[j] * sum_h weights[t, h] * relu(q[t, h] . keys[j]), head by head so that no [T, HI, n] exists."""
+    dtype = compute_dtype(q.dtype)
+    keys_t = keys.to(dtype).T
+    scores = torch.zeros(q.shape[0], keys.shape[0], dtype=dtype, device=q.device)
+    for h in range(q.shape[1]):
+        scores.addcmul_((q[:, h].to(dtype) @ keys_t).relu_(), weights[:, h : h + 1].to(dtype))
+    return scores if key_scales is None else scores.mul_(key_scales.to(dtype))
+
+
+def reference(q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes=0) -> None:
+    """Rows that see at most K keys get them all, without scores; for the others the K best are chosen."""
+    T, K = topk_out.shape
+    if T == 0:
+        return
+    pages = pool.shape[0]
+    visible = visible.clamp(0, page_table.shape[1] * PAGE).long()
+    lanes = torch.arange(K, device=q.device)
+    everything = logical_slots(page_table, req_of_row.long()[:, None], lanes[None], pages)
+    topk_out.copy_(torch.where(lanes < visible[:, None], everything, -1))
+    keys, key_scales = split_index_pool(pool)
+    keys = keys.flatten(0, 1)
+    for request in req_of_row[visible > K].unique().tolist():
+        rows = ((req_of_row == request) & (visible > K)).nonzero().flatten()
+        n = int(visible[rows].max())
+        slots = logical_slots(page_table, request, torch.arange(n, device=q.device), pages)
+        taken = slots.clamp(min=0)
+        # indexing is not implemented for e4m3: the codes are gathered as bytes
+        gathered = keys.view(torch.uint8)[taken].view(FP8) if keys.dtype == FP8 else keys[taken]
+        scales = None if key_scales is None else key_scales.flatten()[taken]
+        for part in rows.split(max(1, _REFERENCE_SCORES // n)):
+            scores = scores_of_rows(q[part], weights[part], gathered, scales)
+            outside = (torch.arange(n, device=q.device) >= visible[part, None]) | (slots < 0)
+            topk_out[part] = choose(scores.masked_fill_(outside, torch.nan), slots, K, deterministic)
+
+
+def choose(scores: Tensor, slots: Tensor, K: int, deterministic: bool) -> Tensor:
+    """The slots of the K best scores of each row, -1 where fewer than K are not NaN."""
+    key = order_key(scores)
+    if deterministic:
+        best_key, best = (x[:, :K] for x in key.sort(dim=-1, descending=True, stable=True))
+    else:
+        best_key, best = key.topk(K, dim=-1)
+    return torch.where(best_key == torch.iinfo(key.dtype).min, -1, slots[best]).int()
+
+
+_ARGUMENTS = (
+    "Tensor q, Tensor weights, Tensor pool, Tensor page_table, Tensor req_of_row, Tensor visible, "
+    "Tensor(a!) topk_out, bool deterministic"
+)
+_PROVIDERS = {"triton": "compiled_dsa.custom_ops.kernels.index_topk"}
+
+INDEX_TOPK_DECODE = define(
+    f"index_topk_decode({_ARGUMENTS})", check=check_decode, reference=reference, providers=_PROVIDERS
+)
+INDEX_TOPK_PREFILL = define(
+    f"index_topk_prefill({_ARGUMENTS}, int scratch_bytes)",
+    check=check_prefill,
+    reference=reference,
+    providers=_PROVIDERS,
+    split=True,
+)
+
+
+def index_topk_decode(
+    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic=False, *, provider: str | None = None
+) -> None:
+    """Chooses, for every row, the K keys with the best index scores, in place.
+
+        score[t, j] = ks[j] * sum_h weights[t, h] * relu(q[t, h] . k[j])        (DeepSeek-V3.2 report, eq. 1)
+
+    Args:
+        q: [T, HI, D], e4m3 for an fp8 pool, else the dtype of the pool.
+        weights: fp32 [T, HI], all scales of the query folded in; may be negative.
+        pool: index-key pool, see layout.
+        page_table: int32 [B, maxP], pages of each request in order; entries outside the pool hold no key.
+        req_of_row: int32 [T], the request of each row, in [0, B).
+        visible: int32 [T], the row may choose positions [0, visible); 0 for padding rows.
+        topk_out: int32 [T, K], written whole: physical slots of min(K, number of visible keys whose score is not NaN)
+            distinct keys, unordered, then -1. A row that sees at most K keys gets all of them, no score looked at.
+        deterministic: among equal scores the lowest position wins, and replays are bitwise equal.
+
+    Raises:
+        ValueError: a shape or dtype outside this contract.
+    """
+    torch.ops.compiled_dsa.index_topk_decode(
+        q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, provider=provider
+    )
+
+
+def index_topk_prefill(
+    q,
+    weights,
+    pool,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,
+    deterministic=False,
+    scratch_bytes=DEFAULT_SCRATCH_BYTES,
+    *,
+    provider: str | None = None,
+) -> None:
+    """``index_topk_decode`` for batches of many rows: the scores held at any time fit into ``scratch_bytes``.
+
+    Rows are cut as the budget demands; the result does not depend on the cut. Graphs are split here.
+    """
+    torch.ops.compiled_dsa.index_topk_prefill(
+        q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes, provider=provider
+    )

@@ -1,0 +1,119 @@
+"""mla_prefill: MLA of many rows over selected tokens, from queries before absorption to values after un-absorption.
+
+Absorption lives inside the op, so that the absorbed queries (H*L a row, four times the model's own) exist for a slice
+of the rows only, and so that an implementation may expand keys instead where that is cheaper.
+
+Legend: T rows (query tokens), H heads, N nope dim, R rope dim, L latent dim, V value dim, B requests, K lanes.
+"""
+
+import torch
+from torch import Tensor
+
+from compiled_dsa.custom_ops.layout import check_dtype, check_latent_pool, check_shape, compute_dtype
+from compiled_dsa.custom_ops.registry import define
+from compiled_dsa.custom_ops.sparse_mla import attend, check_query_dtype, check_selection, selected_slots
+
+DEFAULT_SCRATCH_BYTES = 512 << 20
+
+
+def check(q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes) -> None:
+    check_shape("q_nope", q_nope, None, None, None)
+    T, H, N = q_nope.shape
+    check_shape("kv_b", kv_b, H, None, None)
+    V, L = kv_b.shape[1] - N, kv_b.shape[2]
+    check_dtype("kv_b", kv_b, q_nope.dtype)
+    check_shape("q_rope", q_rope, T, H, None)
+    check_dtype("q_rope", q_rope, q_nope.dtype)
+    check_latent_pool(pool, L, q_rope.shape[2])
+    check_query_dtype("q_nope", q_nope, pool)
+    check_selection(T, topk, count, page_table, req_of_row)
+    if sinks is not None:
+        check_shape("sinks", sinks, H)
+        check_dtype("sinks", sinks, torch.float32)
+    check_shape("out", out, T, H, V)
+    check_dtype("out", out, q_nope.dtype)
+    if scratch_bytes < row_scratch_bytes(q_nope, kv_b):
+        raise ValueError(f"scratch_bytes={scratch_bytes}; one row needs {row_scratch_bytes(q_nope, kv_b)} bytes")
+
+
+def row_scratch_bytes(q_nope: Tensor, kv_b: Tensor) -> int:
+    """Scratch of one row: its absorbed query, its latent output and their log-sum-exp, [H, L], [H, L] and fp32 [H]."""
+    H, L = kv_b.shape[0], kv_b.shape[2]
+    return H * (2 * L * q_nope.element_size() + 4)
+
+
+def reference(q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes):
+    """out = W_UV softmax(scale * ((q_nope W_UK) . c + q_rope . k_rope)) c over the selected tokens."""
+    T, _, N = q_nope.shape
+    if T == 0:
+        return
+    dtype = compute_dtype(q_nope.dtype)
+    slots = selected_slots(topk, count, page_table, req_of_row, pool.shape[0])
+    w_uk, w_uv = kv_b[:, :N].to(dtype), kv_b[:, N:].to(dtype)
+    rows_at_once = max(1, scratch_bytes // (2 * row_scratch_bytes(q_nope, kv_b)))
+    for part in torch.arange(T, device=pool.device).split(rows_at_once):
+        q_latent = torch.einsum("thn,hnl->thl", q_nope[part].to(dtype), w_uk)
+        o, _ = attend(q_latent, q_rope[part], pool, slots[part], scale, sinks)
+        out[part] = torch.einsum("thl,hvl->thv", o, w_uv).to(out.dtype)
+
+
+MLA_PREFILL = define(
+    "mla_prefill(Tensor q_nope, Tensor q_rope, Tensor pool, Tensor? topk, Tensor count, Tensor page_table, "
+    "Tensor req_of_row, Tensor kv_b, float scale, Tensor? sinks, Tensor(a!) out, int scratch_bytes)",
+    check=check,
+    reference=reference,
+    providers={"triton": "compiled_dsa.custom_ops.kernels.mla_prefill"},
+    split=True,
+)
+
+
+def mla_prefill(
+    q_nope,
+    q_rope,
+    pool,
+    topk,
+    count,
+    page_table,
+    req_of_row,
+    kv_b,
+    scale: float,
+    sinks,
+    out,
+    scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
+    *,
+    provider: str | None = None,
+) -> None:
+    """Multi-head latent attention of each row over the tokens selected for it, in place. Graphs are split here.
+
+    Args:
+        q_nope: [T, H, N].
+        q_rope: [T, H, R]; R may be 0.
+        pool: latent pool, see layout; fp8 or the dtype of the query.
+        topk: int32 [T, K] physical slots, or None: the row attends positions [0, count) of its request.
+        count: int32 [T], valid lanes. Lanes past it are ignored whatever they hold; ids outside the pool act as -1.
+        page_table: int32 [B, maxP]; read only when ``topk`` is None.
+        req_of_row: int32 [T]; read only when ``topk`` is None.
+        kv_b: [H, N + V, L] = (W_UK, W_UV) of each head, kv_b_proj's weight viewed by head.
+        scale: multiplies the scores.
+        sinks: fp32 [H] or None, one more logit a head in the denominator.
+        out: [T, H, V] in the dtype of the query; 0 for a row with nothing to attend.
+        scratch_bytes: bound on the op's temporary memory; rows are cut as it demands.
+
+    Raises:
+        ValueError: a shape or dtype outside this contract, or a budget too small for one row.
+    """
+    torch.ops.compiled_dsa.mla_prefill(
+        q_nope,
+        q_rope,
+        pool,
+        topk,
+        count,
+        page_table,
+        req_of_row,
+        kv_b,
+        scale,
+        sinks,
+        out,
+        scratch_bytes,
+        provider=provider,
+    )

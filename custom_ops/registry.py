@@ -1,0 +1,115 @@
+"""Where an operator meets its providers.
+
+An op is one schema in the ``compiled_dsa`` library, one check of its arguments, one CPU reference, and any number of
+providers: modules with ``refuses(*args) -> str | None`` and ``run(*args) -> None`` that take the op's arguments in the
+order of its schema. Which provider runs is either named by the caller (keyword ``provider=``) or the first of the op's
+ordered tuple that does not refuse; what was asked for by name is never replaced by something else.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+LIBRARY = torch.library.Library("compiled_dsa", "DEF")
+OPS: dict[str, "Op"] = {}
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One registered operator.
+
+    Attributes:
+        name: the name under ``torch.ops.compiled_dsa``.
+        check: raises ``ValueError`` on arguments outside the contract; runs before every call and while tracing.
+        reference: the specification in plain torch, which is also the CPU implementation.
+        providers: name -> module path, in the order in which they are tried on a GPU.
+        split: True when graphs are cut at this op (it runs between captured segments, not inside one).
+    """
+
+    name: str
+    check: Callable[..., None]
+    reference: Callable[..., None]
+    providers: dict[str, str] = field(default_factory=dict)
+    split: bool = False
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.compiled_dsa, self.name).default
+
+    def names(self) -> tuple[str, ...]:
+        return (REFERENCE, *self.providers)
+
+    def refusal(self, provider: str, *args) -> str | None:
+        """Why ``provider`` cannot run these arguments, or None when it can."""
+        if provider == REFERENCE:
+            return None
+        if provider not in self.providers:
+            return f"no such provider; {self.name} has {', '.join(self.names())}"
+        try:
+            module = importlib.import_module(self.providers[provider])
+        except ImportError as error:
+            return f"cannot be imported: {error}"
+        return module.refuses(*args)
+
+    def runner(self, provider: str | None, *args) -> Callable[..., None]:
+        """The callable that serves these arguments.
+
+        Raises:
+            ValueError: the provider named refuses, or none of the ordered ones accepts; the message has the reasons.
+        """
+        if provider is None:
+            candidates: Iterable[str] = (REFERENCE,) if _device(args).type == "cpu" else self.providers
+        else:
+            candidates = (provider,)
+        reasons = []
+        for name in candidates:
+            reason = self.refusal(name, *args)
+            if reason is None:
+                return self.reference if name == REFERENCE else importlib.import_module(self.providers[name]).run
+            reasons.append(f"{name}: {reason}")
+        raise ValueError(f"{self.name}: no provider takes these arguments ({'; '.join(reasons)})")
+
+    def __call__(self, *args, provider: str | None = None) -> None:
+        self.check(*args)
+        run = self.runner(provider, *args)
+        device = _device(args)
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                run(*args)
+        else:
+            run(*args)
+
+
+def _device(args: tuple) -> torch.device:
+    return next(a.device for a in args if isinstance(a, torch.Tensor))
+
+
+def define(schema: str, *, check, reference, providers: dict[str, str], split: bool = False) -> Op:
+    """Registers an op.
+
+    Args:
+        schema: ``name(arguments)`` without the provider argument and the return: every op writes into buffers of its
+            caller and returns nothing, so no output can alias an input and the fake has nothing to compute.
+        split: annotates the op as one at which graphs are cut.
+    """
+    name, arguments = schema.rstrip(")").split("(", 1)
+    tags = [torch.Tag.needs_fixed_stride_order] + ([torch.Tag.cudagraph_unsafe] if split else [])
+    LIBRARY.define(f"{name}({arguments}, *, str? provider=None) -> ()", tags=tags)
+    op = Op(name, check, reference, providers, split)
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(name, op.__call__, key)
+
+    def fake(*args, provider=None):
+        check(*args)
+
+    torch.library.register_fake(f"compiled_dsa::{name}", fake, lib=LIBRARY)
+    OPS[name] = op
+    return op
+
+
+def split_ops() -> tuple[torch._ops.OpOverload, ...]:
+    """The overloads at which graphs are cut."""
+    return tuple(op.overload for op in OPS.values() if op.split)
