@@ -1,1 +1,22 @@
-"""DeepSeek Sparse Attention for PyTorch, written so that ``torch.compile`` makes it fast."""
+"""DeepSeek Sparse Attention for PyTorch, written so that ``torch.compile`` makes it fast.
+
+``import compiled_dsa`` brings in torch and nothing else; ``compiled_dsa.huggingface`` imports transformers, and a
+kernel provider is imported when an op first runs with it.
+"""
+
+from compiled_dsa.attention import SparseAttention
+from compiled_dsa.batch import Batch
+from compiled_dsa.cache import LayerPools, OutOfPagesError, PagePool
+from compiled_dsa.config import DSAConfig, IndexFormat
+from compiled_dsa.indexer import Indexer
+
+__all__ = [
+    "Batch",
+    "DSAConfig",
+    "IndexFormat",
+    "Indexer",
+    "LayerPools",
+    "OutOfPagesError",
+    "PagePool",
+    "SparseAttention",
+]

@@ -16,8 +16,8 @@ from compiled_dsa.custom_ops.layout import (
     check_index_pool,
     check_shape,
     compute_dtype,
+    logical_slots,
     split_index_pool,
-    valid_slots,
 )
 from compiled_dsa.custom_ops.registry import define
 
@@ -60,15 +60,6 @@ def order_key(scores: Tensor) -> Tensor:
     bits = (scores + 0.0).view(integer)
     key = torch.where(bits < 0, bits ^ limits.max, bits)
     return torch.where(scores.isnan(), limits.min, key)
-
-
-def logical_slots(page_table: Tensor, requests: Tensor, positions: Tensor, pages: int) -> Tensor:
-    """Physical slots (int64) of token positions of requests; -1 where the page table has no page of the pool."""
-    column = positions // PAGE
-    inside = (positions >= 0) & (column < page_table.shape[1])
-    page = page_table[requests, column.clamp(0, page_table.shape[1] - 1)].long()
-    slots = page * PAGE + positions % PAGE
-    return torch.where(inside & valid_slots(slots, pages), slots, -1)
 
 
 def scores_of_rows(q: Tensor, weights: Tensor, keys: Tensor, key_scales: Tensor | None) -> Tensor:

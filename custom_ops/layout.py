@@ -114,6 +114,19 @@ def valid_slots(slots: Tensor, pages: int) -> Tensor:
     return (slots >= 0) & (slots < pages * PAGE)
 
 
+def logical_slots(page_table: Tensor, requests: Tensor, positions: Tensor, pages: int | None = None) -> Tensor:
+    """Physical slots (int64) of token positions of requests.
+
+    -1 where the page table has no such column or no page there, and, with ``pages``, no page of a pool of that size.
+    """
+    column = positions // PAGE
+    inside = (positions >= 0) & (column < page_table.shape[1])
+    page = page_table[requests, column.clamp(0, page_table.shape[1] - 1)].long()
+    slots = page * PAGE + positions % PAGE
+    inside &= page >= 0 if pages is None else valid_slots(slots, pages)
+    return torch.where(inside, slots, -1)
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a reference computes: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -6,7 +6,6 @@ Legend: T rows (query tokens), H heads, L latent dim, R rope dim, B requests, K 
 import torch
 from torch import Tensor
 
-from compiled_dsa.custom_ops.index_topk import logical_slots
 from compiled_dsa.custom_ops.layout import (
     LATENT_GROUP,
     PAGE,
@@ -14,6 +13,7 @@ from compiled_dsa.custom_ops.layout import (
     check_latent_pool,
     check_shape,
     compute_dtype,
+    logical_slots,
     split_latent_pool,
     valid_slots,
 )

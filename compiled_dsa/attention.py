@@ -1,0 +1,154 @@
+"""Multi-head latent attention over the tokens that an indexer selects.
+
+Legend: T rows, H heads, N nope dim, R rope dim, L latent dim, V value dim, K = index_topk.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from compiled_dsa.batch import DECODE, Batch
+from compiled_dsa.cache import LayerPools
+from compiled_dsa.config import DSAConfig
+from compiled_dsa.custom_ops.layout import compute_dtype
+from compiled_dsa.custom_ops.mla_prefill import mla_prefill
+from compiled_dsa.custom_ops.sparse_mla import sparse_mla_decode
+from compiled_dsa.custom_ops.store_latents import store_latents
+from compiled_dsa.indexer import Indexer
+from compiled_dsa.rope import rotate
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with Hugging Face's rounding: normalised in fp32, cast, then times the weight."""
+
+    def __init__(self, size: int, eps: float, device=None, dtype=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.to(compute_dtype(x.dtype))
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+@dataclass
+class Projections:
+    """What a layer makes of its rows before any key is read."""
+
+    q_lora: Tensor  # [T, q_lora_rank], after its norm
+    q_nope: Tensor  # [T, H, N]
+    q_rope: Tensor  # [T, H, R]
+    latents: Tensor  # [T, L], after their norm
+    k_rope: Tensor  # [T, R]
+    gate: Tensor | None  # [T, H, V] before the sigmoid, or None
+
+
+class SparseAttention(nn.Module):
+    """One attention layer of the DeepSeek-V3.2 family, over paged caches.
+
+    Parameter names are those of Hugging Face, so its state dicts load strictly. The layer is plain torch around four
+    custom ops and traces with ``fullgraph=True``: one graph for each (batch kind, skip_scores), none per token count.
+    """
+
+    def __init__(self, config: DSAConfig, device=None, dtype=None):
+        super().__init__()
+        kw = {"device": device, "dtype": dtype}
+        c = self.dsa_config = config
+        self.q_a_proj = nn.Linear(c.hidden_size, c.q_lora_rank, bias=c.attention_bias, **kw)
+        self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.latent_norm_eps, **kw)
+        if c.output_gate:
+            out_features = c.num_heads * (c.qk_head_dim + c.v_head_dim)
+            self.q_gate_proj = nn.Linear(2 * c.q_lora_rank, out_features, bias=False, **kw)
+        else:
+            self.q_b_proj = nn.Linear(c.q_lora_rank, c.num_heads * c.qk_head_dim, bias=False, **kw)
+        latent_features = c.kv_lora_rank + c.qk_rope_head_dim
+        self.kv_a_proj_with_mqa = nn.Linear(c.hidden_size, latent_features, bias=c.attention_bias, **kw)
+        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.latent_norm_eps, **kw)
+        kv_features = c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
+        self.kv_b_proj = nn.Linear(c.kv_lora_rank, kv_features, bias=False, **kw)
+        self.o_proj = nn.Linear(c.num_heads * c.v_head_dim, c.hidden_size, bias=c.attention_bias, **kw)
+        self.indexer = None if c.index_shared else Indexer(c, **kw)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor, *, deinterleave: bool = False) -> Projections:
+        """Projections of hidden states [T, hidden]. ``deinterleave``: rope values in Hugging Face's order (rope.py)."""
+        c = self.dsa_config
+        q_compressed = self.q_a_proj(x)
+        q_lora = self.q_a_layernorm(q_compressed)
+        if c.output_gate:
+            q_gate = self.q_gate_proj(torch.cat([q_lora, q_compressed], dim=-1))
+            q, gate = q_gate.unflatten(-1, (-1, c.qk_head_dim + c.v_head_dim)).split([c.qk_head_dim, c.v_head_dim], -1)
+        else:
+            q, gate = self.q_b_proj(q_lora).unflatten(-1, (-1, c.qk_head_dim)), None  # [T, H, N+R]
+        q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        latents, k_rope = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        return Projections(
+            q_lora=q_lora,
+            q_nope=q_nope,
+            q_rope=rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1), interleaved=True, deinterleave=deinterleave),
+            latents=self.kv_a_layernorm(latents),
+            k_rope=rotate(k_rope, cos, sin, interleaved=True, deinterleave=deinterleave),
+            gate=gate,
+        )
+
+    def attend(self, p: Projections, batch: Batch, latent_pool: Tensor, topk: Tensor | None) -> Tensor:
+        """Attention [T, hidden] of the rows over the tokens of ``topk``, or over all visible ones when it is None."""
+        c = self.dsa_config
+        T, H, N = p.q_nope.shape
+        kv_b = self.kv_b_proj.weight.view(H, N + c.v_head_dim, c.kv_lora_rank)
+        count = batch.visible if topk is None else batch.visible.clamp(max=topk.shape[1])
+        where = (latent_pool, topk, count, batch.page_table, batch.req_of_row)
+        if batch.kind == DECODE:
+            # absorb and un-absorb as batched GEMMs over heads; the op takes the [H, T, L] layout through strides
+            q_latent = torch.bmm(p.q_nope.transpose(0, 1), kv_b[:, :N]).transpose(0, 1)  # [T, H, L]
+            o = torch.empty(H, T, c.kv_lora_rank, dtype=q_latent.dtype, device=q_latent.device).transpose(0, 1)
+            lse = torch.empty(T, H, dtype=torch.float32, device=q_latent.device)
+            sparse_mla_decode(q_latent, p.q_rope, *where, c.scale, None, o, lse)
+            out = torch.bmm(o.transpose(0, 1), kv_b[:, N:].transpose(1, 2)).transpose(0, 1)  # [T, H, V]
+        else:
+            out = torch.empty(T, H, c.v_head_dim, dtype=p.q_nope.dtype, device=p.q_nope.device)
+            mla_prefill(p.q_nope, p.q_rope, *where, kv_b, c.scale, None, out, c.scratch_bytes)
+        if p.gate is not None:
+            out = (out * torch.sigmoid(p.gate.float())).to(out.dtype)
+        return self.o_proj(out.flatten(1))
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: Batch,
+        pools: LayerPools,
+        prev_topk: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Stores the rows' keys in the pools, selects, attends.
+
+        Args:
+            x: [T, hidden]; cos, sin: [T, R/2], one angle a rope pair.
+            batch: where the rows stand, see batch.py.
+            pools: this layer's caches, written in place.
+            prev_topk: selection of the last layer that has an indexer; needed by a layer that has none.
+
+        Returns:
+            (output [T, hidden], selection int32 [T, K] of physical slots or None when all visible keys are attended).
+
+        Raises:
+            ValueError: a layer without an indexer gets no selection although scores are needed.
+        """
+        p = self.project(x, cos, sin)
+        store_latents(pools.latents, p.latents, p.k_rope, batch.slots)
+        if self.indexer is not None:
+            topk = self.indexer(x, p.q_lora, cos, sin, batch, pools.index_keys)
+        else:
+            topk = shared_selection(prev_topk, batch)
+        return self.attend(p, batch, pools.latents, topk), topk
+
+
+def shared_selection(prev_topk: Tensor | None, batch: Batch) -> Tensor | None:
+    """The selection that a layer without an indexer uses: the previous one, or None when all visible keys are."""
+    if batch.skip_scores:
+        return None
+    if prev_topk is None:
+        raise ValueError("prev_topk=None; a layer without an indexer needs the selection of an earlier layer")
+    return prev_topk

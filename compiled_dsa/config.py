@@ -1,0 +1,147 @@
+"""What one layer of DeepSeek Sparse Attention computes, read from a Hugging Face config."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "axk2")
+
+# Relatives whose attention is not (yet) this one, and what differs.
+REFUSED_MODEL_TYPES = {
+    "hy_v4": "its MLA rope is half-split, its indexer rope comes last, and it has sinks and an output gate",
+    "dots3_note": "its indexed layers scale the latents and it mixes in sliding-window layers",
+    "mistral_large4": "it has no query LoRA, layers without rope, and latents shared between layers",
+    "glm5_next": "it selects pooled blocks of keys, not tokens",
+    "qwen4_exp": "it selects mean-pooled blocks of keys for grouped-query attention",
+    "deepseek_v4": "it attends compressed key-value entries, not MLA latents",
+    "minimax_m3_vl": "it selects blocks of 128 keys for grouped-query attention",
+    "longcat_flash": "it is dense MLA without an indexer",
+    "step3p7": "it has no indexer",
+}
+
+
+@dataclass(frozen=True)
+class IndexFormat:
+    """How index keys are made before they are cached. Every writer and reader of a cache takes it from the config.
+
+    Attributes:
+        rope_interleaved: rope pairs are (0,1),(2,3).. when True, (0,R/2),(1,R/2+1).. when False.
+        rope_last: the rotated dims are the last R of the index head when True, the first R when False.
+        hadamard: keys and queries are multiplied by an orthonormal Hadamard matrix, which leaves exact scores alone
+            and spreads outliers before quantisation; index_head_dim must then be a power of two.
+        scale_ue8m0: fp8 scales are rounded up to powers of two.
+    """
+
+    rope_interleaved: bool
+    rope_last: bool = False
+    hadamard: bool = False
+    scale_ue8m0: bool = False
+
+
+@dataclass(frozen=True)
+class DSAConfig:
+    """Sizes and variants of one DSA layer. Names follow the Hugging Face configs.
+
+    Attributes:
+        scale: multiplies q.k, yarn's mscale^2 included.
+        index_shared: the layer has no indexer and takes the selection of the last layer that has one.
+        output_gate: axk2's queries come from ``q_gate_proj`` together with a sigmoid gate on the output.
+        latent_norm_eps: eps of the q_lora and latent RMS norms; Hugging Face has 1e-6 here for every model,
+            whatever ``rms_norm_eps`` says.
+        index_k_norm: "layer" (LayerNorm with weight and bias) or "rms".
+        deterministic: top-k prefers the lowest position among equal scores and replays bitwise.
+        scratch_bytes: bound on the temporary memory of each prefill op.
+    """
+
+    hidden_size: int
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    index_format: IndexFormat
+    scale: float
+    index_shared: bool = False
+    output_gate: bool = False
+    attention_bias: bool = False
+    latent_norm_eps: float = 1e-6
+    index_k_norm: str = "layer"
+    index_k_norm_eps: float = 1e-6
+    deterministic: bool = False
+    scratch_bytes: int = field(default=512 << 20)
+
+    def __post_init__(self):
+        if self.index_k_norm not in ("layer", "rms"):
+            raise ValueError(f"index_k_norm={self.index_k_norm!r}; it must be 'layer' or 'rms'")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim={self.qk_rope_head_dim}; it must be even")
+        if self.index_head_dim < self.qk_rope_head_dim:
+            raise ValueError(f"index_head_dim={self.index_head_dim} is smaller than the rope's {self.qk_rope_head_dim}")
+        D = self.index_head_dim
+        if self.index_format.hadamard and D & (D - 1):
+            raise ValueError(f"index_head_dim={D}; a Hadamard transform needs a power of two")
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @classmethod
+    def from_hf(cls, config: Any, layer_idx: int = 0) -> "DSAConfig":
+        """Reads layer ``layer_idx`` of a Hugging Face config (deepseek_v32, glm_moe_dsa, axk2).
+
+        The layout of the indexer's rope comes from ``model_type``: Hugging Face hard-codes it per class and ignores an
+        ``indexer_rope_interleave`` in the config, and so does this.
+
+        Raises:
+            ValueError: an unsupported model_type, a layer index out of range, or a first layer without an indexer.
+        """
+        model_type = getattr(config, "model_type", None)
+        if model_type not in SUPPORTED_MODEL_TYPES:
+            why = REFUSED_MODEL_TYPES.get(
+                str(model_type), "it is not a model with a lightning indexer over MLA latents"
+            )
+            raise ValueError(
+                f"model_type={model_type!r} is not supported: {why}; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+            )
+        if not 0 <= layer_idx < config.num_hidden_layers:
+            raise ValueError(f"layer_idx={layer_idx}; the model has layers 0 to {config.num_hidden_layers - 1}")
+        return cls(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            q_lora_rank=config.q_lora_rank,
+            kv_lora_rank=config.kv_lora_rank,
+            qk_nope_head_dim=config.qk_nope_head_dim,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+            v_head_dim=config.v_head_dim,
+            index_n_heads=config.index_n_heads,
+            index_head_dim=config.index_head_dim,
+            index_topk=config.index_topk,
+            index_format=IndexFormat(rope_interleaved=model_type == "glm_moe_dsa"),
+            scale=softmax_scale(config),
+            index_shared=_is_shared(config, layer_idx),
+            output_gate=model_type == "axk2",
+            attention_bias=config.attention_bias,
+            index_k_norm=getattr(config, "index_k_norm_type", None) or "layer",
+        )
+
+
+def softmax_scale(config: Any) -> float:
+    """(N+R)^-1/2, times mscale^2 for scaled ropes with ``mscale_all_dim``: mscale = 0.1*mscale_all_dim*ln(factor) + 1."""
+    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim") and rope["factor"] > 1:
+        scale *= (0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1.0) ** 2
+    return scale
+
+
+def _is_shared(config: Any, layer_idx: int) -> bool:
+    types = getattr(config, "indexer_types", None)  # absent: every layer has its own indexer
+    if types is None:
+        return False
+    if types[0] == "shared":
+        raise ValueError("indexer_types[0]='shared'; the first layer must be 'full', there is nothing to share yet")
+    return types[layer_idx] == "shared"

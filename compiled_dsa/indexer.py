@@ -1,0 +1,103 @@
+"""The lightning indexer: which keys each query attends.
+
+Legend: T rows, HI index heads, D index head dim, R rope dims, K = index_topk.
+"""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from compiled_dsa.batch import DECODE, Batch
+from compiled_dsa.config import DSAConfig
+from compiled_dsa.custom_ops.index_topk import index_topk_decode, index_topk_prefill
+from compiled_dsa.custom_ops.layout import compute_dtype
+from compiled_dsa.custom_ops.store_index_keys import quantize_rows, store_index_keys
+from compiled_dsa.rope import rotate_part
+
+
+@functools.cache
+def hadamard_matrix(size: int) -> Tensor:
+    """Orthonormal Hadamard matrix [size, size] in fp64 (Sylvester's construction)."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    return matrix / size**0.5
+
+
+class Indexer(nn.Module):
+    """Scores all visible keys with a few cheap heads and selects the best K (DeepSeek-V3.2 report, section 2.1).
+
+    Parameter names are those of Hugging Face: ``wq_b``, ``wk``, ``k_norm``, ``weights_proj``.
+    A cache in the model's dtype gives Hugging Face's rounding (norm and projection in the model's dtype, scores from
+    there in fp32); an fp8 cache has norm, rope and weights in fp32 before quantisation.
+    """
+
+    def __init__(self, config: DSAConfig, device=None, dtype=None):
+        super().__init__()
+        kw = {"device": device, "dtype": dtype}
+        self.dsa_config = config
+        self.wq_b = nn.Linear(config.q_lora_rank, config.index_n_heads * config.index_head_dim, bias=False, **kw)
+        self.wk = nn.Linear(config.hidden_size, config.index_head_dim, bias=False, **kw)
+        norm = nn.LayerNorm if config.index_k_norm == "layer" else nn.RMSNorm
+        self.k_norm = norm(config.index_head_dim, eps=config.index_k_norm_eps, **kw)
+        self.weights_proj = nn.Linear(config.hidden_size, config.index_n_heads, bias=False, **kw)
+
+    def make_keys(self, x: Tensor, cos: Tensor, sin: Tensor, *, fp8: bool) -> Tensor:
+        """Index keys [T, D] of hidden states [T, hidden]; fp32 for an fp8 cache, else in the dtype of x."""
+        k = self.wk(x)
+        return self._encode(self._norm_fp32(k) if fp8 else self.k_norm(k), cos, sin)
+
+    def make_queries(self, x: Tensor, q_lora: Tensor, cos: Tensor, sin: Tensor, *, fp8: bool) -> tuple[Tensor, Tensor]:
+        """Index queries [T, HI, D] (e4m3 for an fp8 cache) and weights fp32 [T, HI] with every scale folded in."""
+        c = self.dsa_config
+        q = self.wq_b(q_lora).unflatten(-1, (-1, c.index_head_dim))  # [T, HI, D]
+        q = self._encode(q.float() if fp8 else q, cos.unsqueeze(1), sin.unsqueeze(1))
+        fold = c.index_n_heads**-0.5 * c.index_head_dim**-0.5
+        if not fp8:
+            weights = self.weights_proj(x.to(self.weights_proj.weight.dtype))
+            return q, weights.to(compute_dtype(x.dtype)) * fold
+        q, scales = quantize_rows(q, c.index_format.scale_ue8m0)
+        weights = nn.functional.linear(x.float(), self.weights_proj.weight.float())
+        return q, weights * fold * scales
+
+    def store(self, keys: Tensor, batch: Batch, pool: Tensor) -> None:
+        """Writes the rows' keys into the pool. A keys-only call is this alone."""
+        store_index_keys(pool, keys, batch.slots, self.dsa_config.index_format.scale_ue8m0)
+
+    def select(self, x: Tensor, q_lora: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pool: Tensor) -> Tensor:
+        """Physical slots int32 [T, K] of the selected keys, -1 where fewer are visible."""
+        c = self.dsa_config
+        q, weights = self.make_queries(x, q_lora, cos, sin, fp8=pool.dtype == torch.uint8)
+        topk = torch.empty(x.shape[0], c.index_topk, dtype=torch.int32, device=x.device)
+        keys = (pool, batch.page_table, batch.req_of_row, batch.visible)
+        if batch.kind == DECODE:
+            index_topk_decode(q, weights, *keys, topk, c.deterministic)
+        else:
+            index_topk_prefill(q, weights, *keys, topk, c.deterministic, c.scratch_bytes)
+        return topk
+
+    def forward(self, x: Tensor, q_lora: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pool: Tensor) -> Tensor | None:
+        """Stores the rows' keys, then selects; None when every visible key is selected (``batch.skip_scores``).
+
+        Args:
+            x: [T, hidden]; q_lora: [T, q_lora_rank], after its norm; cos, sin: [T, R/2].
+            pool: index-key pool of this layer, see custom_ops/layout.py.
+        """
+        self.store(self.make_keys(x, cos, sin, fp8=pool.dtype == torch.uint8), batch, pool)
+        return None if batch.skip_scores else self.select(x, q_lora, cos, sin, batch, pool)
+
+    def _norm_fp32(self, k: Tensor) -> Tensor:
+        norm = self.k_norm
+        if isinstance(norm, nn.LayerNorm):
+            bias = None if norm.bias is None else norm.bias.float()
+            return nn.functional.layer_norm(k.float(), norm.normalized_shape, norm.weight.float(), bias, norm.eps)
+        return nn.functional.rms_norm(k.float(), norm.normalized_shape, norm.weight.float(), norm.eps)
+
+    def _encode(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rope and optional Hadamard transform, the same for keys [T, D] and queries [T, HI, D]."""
+        fmt = self.dsa_config.index_format
+        x = rotate_part(x, cos, sin, interleaved=fmt.rope_interleaved, last=fmt.rope_last)
+        if fmt.hadamard:
+            x = x @ hadamard_matrix(x.shape[-1]).to(x.device, x.dtype)
+        return x
