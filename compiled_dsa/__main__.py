@@ -40,17 +40,14 @@ def sample_arguments(op: str, pool_dtype: torch.dtype, device: torch.device) -> 
     page_table, req_of_row, one, topk = int32(1, P), int32(T), int32(T) + 1, int32(T, K)
     select = (index_q, fp32(T, HI), index_pool, page_table, req_of_row, one, topk, False)
     attend = (latent_pool, topk, one, page_table, req_of_row)
-    scale, sinks = (N + R) ** -0.5, None
+    kv_b, scale, sinks = bf16(H, N + V, L), (N + R) ** -0.5, None
     return {
         "store_latents": (latent_pool, bf16(T, L), bf16(T, R), int64(T)),
         "store_index_keys": (index_pool, bf16(T, D), int64(T), False),
         "index_topk_decode": select,
         "index_topk_prefill": (*select, SCRATCH_BYTES),
         "sparse_mla_decode": (bf16(T, H, L), bf16(T, H, R), *attend, scale, sinks, bf16(T, H, L), fp32(T, H)),
-        "mla_prefill": (
-            *(bf16(T, H, N), bf16(T, H, R), *attend),
-            *(bf16(H, N + V, L), scale, sinks, bf16(T, H, V), SCRATCH_BYTES),
-        ),
+        "mla_prefill": (bf16(T, H, N), bf16(T, H, R), *attend, kv_b, scale, sinks, bf16(T, H, V), SCRATCH_BYTES),
     }[op]
 
 
@@ -110,8 +107,9 @@ def show(report: dict, console: Console) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m compiled_dsa", description="Which provider serves which op here.")
     parser.add_argument("--json", action="store_true", help="print the overview as JSON")
+    arguments = parser.parse_args(argv)
     report = overview()
-    if parser.parse_args(argv).json:
+    if arguments.json:
         print(json.dumps(report, indent=2))
     else:
         show(report, Console())
