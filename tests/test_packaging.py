@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PYPROJECT["tool"]["setuptools"]["packages"]
 LINKS = ("custom_ops", "graphs")
-SHIPPED = ("pyproject.toml", "README.md", "LICENSE", "compiled_dsa", *LINKS)
+SHIPPED = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "compiled_dsa", *LINKS)
 
 
 def python(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess:
