@@ -1,0 +1,58 @@
+"""Fixtures of all tests: which providers of an op run on which devices; ``gpu`` tests are skipped without CUDA."""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before triton is imported
+
+
+def pytest_collection_modifyitems(items):
+    if not CUDA:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A provider and the device on which it runs; calling it runs an op by name."""
+
+    provider: str
+    device: str
+
+    @property
+    def interpreted(self) -> bool:
+        return self.provider == "triton" and self.device == "cpu"
+
+    def __call__(self, name: str, *args) -> None:
+        from compiled_dsa.custom_ops import OPS
+
+        reason = OPS[name].refusal(self.provider, *args)
+        if self.interpreted and reason and "interpreter" in reason:
+            pytest.skip(reason)  # any other refusal is an error, and the call says so
+        OPS[name].overload(*args, provider=self.provider)
+
+
+_GPU = pytest.mark.gpu
+_BACKENDS = [
+    pytest.param(Backend("reference", "cpu"), id="reference-cpu"),
+    pytest.param(Backend("reference", "cuda"), id="reference-cuda", marks=_GPU),
+    pytest.param(Backend("triton", "cuda"), id="triton-cuda", marks=_GPU),
+]
+if not CUDA:
+    _BACKENDS.insert(1, pytest.param(Backend("triton", "cpu"), id="triton-cpu"))
+
+
+@pytest.fixture(params=_BACKENDS)
+def backend(request) -> Backend:
+    return request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=_GPU)])
+def device(request) -> str:
+    return request.param
