@@ -13,10 +13,10 @@ LIGHT = """
 import sys, torch
 before = set(sys.modules)
 import compiled_dsa
-brought = {name for name in set(sys.modules) - before if not name.startswith("torch")}
-heavy = {name for name in brought if name.split(".")[0] not in {"compiled_dsa", *sys.stdlib_module_names}}
-heavy |= {name for name in brought if name.startswith(("compiled_dsa.huggingface", "compiled_dsa.custom_ops.kernels"))}
-sys.exit(f"import compiled_dsa brings {sorted(heavy)}" if heavy else 0)
+brought = set(sys.modules) - before
+lazy = {name for name in brought if name.startswith(("compiled_dsa.huggingface", "compiled_dsa.custom_ops.kernels"))}
+foreign = {name.split(".")[0] for name in brought} - {"compiled_dsa", "torch", *sys.stdlib_module_names}
+sys.exit(f"import compiled_dsa brings {sorted(lazy | foreign)}" if lazy | foreign else 0)
 """
 
 COMPILE_FIRST = """
