@@ -5,6 +5,9 @@ Legend: P pages, T rows, B requests, W columns of a page table, L latent dim, R 
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from compiled_dsa.custom_ops import sparse_mla as sparse_mla_op
 from compiled_dsa.custom_ops.index_topk import scores_of_rows
@@ -91,24 +94,20 @@ def attention_oracle(
     )
 
 
-def score_error(q_latent: Tensor, q_rope: Tensor, pool: Tensor, scale: float) -> float:
-    """Bound on an attention score: fp32 sums whose roundings add up like a random walk; for an fp8 pool also the
-    rounding of dequantised latents to the dtype of the query."""
+def attention_tolerance(q_latent, q_rope, pool, scale: float, rounded_query=False) -> tuple[float, float]:
+    """Absolute bounds for (out, lse) of attention in the dtype of the query.
+
+    A score is an fp32 sum whose roundings add up like a random walk; dequantised latents of an fp8 pool are rounded to
+    the dtype of the query, and so is the query if it was computed. Then the weights are rounded, and the output.
+    """
     L, R = q_latent.shape[2], q_rope.shape[2]
     keys = dequantised_latents(pool, L, R).nan_to_num(0.0)
     q = torch.cat([q_latent, q_rope], dim=-1).double()
-    largest = scale * float(q.norm(dim=-1).amax() * keys.norm(dim=-1).amax())
-    rounding = torch.finfo(q_latent.dtype).eps if pool.dtype == torch.uint8 else 0.0
-    return largest * (4 * (L + R) ** 0.5 * 2.0**-24 + rounding)
-
-
-def attention_tolerance(q_latent, q_rope, pool, scale: float) -> tuple[float, float]:
-    """Absolute bounds for (out, lse): errors of scores, weights rounded for the second product, the output rounded."""
-    L, R = q_latent.shape[2], q_rope.shape[2]
-    of_score = score_error(q_latent, q_rope, pool, scale)
-    largest = float(dequantised_latents(pool, L, R)[..., :L].nan_to_num(0.0).abs().amax())
+    largest_score = scale * float(q.norm(dim=-1).amax() * keys.norm(dim=-1).amax())
     eps = torch.finfo(q_latent.dtype).eps
-    return largest * (2 * of_score + 2 * eps), of_score + 2.0**-18
+    rounding = eps * (pool.dtype == torch.uint8) + eps * rounded_query
+    of_score = largest_score * (4 * (L + R) ** 0.5 * 2.0**-24 + rounding)
+    return float(keys[..., :L].abs().amax()) * (2 * of_score + 2 * eps), of_score + 2.0**-18
 
 
 def index_scores_oracle(q, weights, pool, page_table, req_of_row, visible) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,3 +157,24 @@ def check_topk(chosen: Tensor, visible: Tensor, scores: Tensor, bounds: Tensor, 
         # equal infinities differ by NaN, which compares false
         far = (got != best) & ~((got - best).abs() <= allowed)
         assert not far.any(), f"row {t}: chosen scores {got[far].tolist()}, the best are {best[far].tolist()}"
+
+
+class live_bytes(TorchDispatchMode):
+    """Within it, ``peak`` is the most bytes that lived at once in tensors made since its start."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata not in before:
+                    self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
+        return result
