@@ -7,6 +7,7 @@ kernel provider is imported when an op first runs with it.
 from compiled_dsa.attention import SparseAttention
 from compiled_dsa.batch import Batch
 from compiled_dsa.cache import LayerPools, OutOfPagesError, PagePool
+from compiled_dsa.compile import compile_model
 from compiled_dsa.config import DSAConfig, IndexFormat
 from compiled_dsa.indexer import Indexer
 
@@ -19,4 +20,5 @@ __all__ = [
     "OutOfPagesError",
     "PagePool",
     "SparseAttention",
+    "compile_model",
 ]

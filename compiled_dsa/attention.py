@@ -139,7 +139,7 @@ class SparseAttention(nn.Module):
         p = self.project(x, cos, sin)
         store_latents(pools.latents, p.latents, p.k_rope, batch.slots)
         if self.indexer is not None:
-            topk = self.indexer(x, p.q_lora, cos, sin, batch, pools.index_keys)
+            topk = self.indexer.store_and_select(x, p.q_lora, cos, sin, batch, pools.index_keys)
         else:
             topk = shared_selection(prev_topk, batch)
         return self.attend(p, batch, pools.latents, topk), topk

@@ -101,8 +101,8 @@ class Batch:
             kv_len = past.long() + counted[:, -1]
         q_start = torch.arange(B + 1, device=device) * num_new
         kind = DECODE if num_new <= MAX_DECODE_TOKENS else PREFILL
-        flat = (x.reshape(-1) for x in (positions, request, real))
-        return cls._assemble(*flat, q_start, kv_len, page_table, kind, skip_scores)
+        flat = [x.reshape(-1) for x in (positions, request, real)]
+        return cls._assemble(flat[0], flat[1], flat[2], q_start, kv_len, page_table, kind, skip_scores)
 
     @classmethod
     def _assemble(cls, positions, request, real, q_start, kv_len, page_table, kind, skip_scores) -> "Batch":

@@ -15,7 +15,10 @@ class OutOfPagesError(RuntimeError):
 
 @dataclass
 class LayerPools:
-    """The pools of one layer (byte layouts: custom_ops/layout.py). A layer that shares its selection has no index keys."""
+    """The pools of one layer (byte layouts: custom_ops/layout.py).
+
+    A layer that takes the selection of another has no index keys.
+    """
 
     latents: Tensor
     index_keys: Tensor | None

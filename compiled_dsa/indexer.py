@@ -77,7 +77,9 @@ class Indexer(nn.Module):
             index_topk_prefill(q, weights, *keys, topk, c.deterministic, c.scratch_bytes)
         return topk
 
-    def forward(self, x: Tensor, q_lora: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pool: Tensor) -> Tensor | None:
+    def store_and_select(
+        self, x: Tensor, q_lora: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pool: Tensor
+    ) -> Tensor | None:
         """Stores the rows' keys, then selects; None when every visible key is selected (``batch.skip_scores``).
 
         Args:
@@ -86,6 +88,8 @@ class Indexer(nn.Module):
         """
         self.store(self.make_keys(x, cos, sin, fp8=pool.dtype == torch.uint8), batch, pool)
         return None if batch.skip_scores else self.select(x, q_lora, cos, sin, batch, pool)
+
+    forward = store_and_select
 
     def _norm_fp32(self, k: Tensor) -> Tensor:
         norm = self.k_norm

@@ -63,7 +63,7 @@ def order_key(scores: Tensor) -> Tensor:
 
 
 def scores_of_rows(q: Tensor, weights: Tensor, keys: Tensor, key_scales: Tensor | None) -> Tensor:
-    """score[t, j] = ks[j] * sum_h weights[t, h] * relu(q[t, h] . keys[j]), head by head so that no [T, HI, n] exists."""
+    """score[t, j] = ks[j] * sum_h weights[t, h] * relu(q[t, h] . keys[j]); head by head, so no [T, HI, n] exists."""
     dtype = compute_dtype(q.dtype)
     keys_t = keys.to(dtype).T
     scores = torch.zeros(q.shape[0], keys.shape[0], dtype=dtype, device=q.device)

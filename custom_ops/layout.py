@@ -123,7 +123,7 @@ def logical_slots(page_table: Tensor, requests: Tensor, positions: Tensor, pages
     inside = (positions >= 0) & (column < page_table.shape[1])
     page = page_table[requests, column.clamp(0, page_table.shape[1] - 1)].long()
     slots = page * PAGE + positions % PAGE
-    inside &= page >= 0 if pages is None else valid_slots(slots, pages)
+    inside = inside & (page >= 0 if pages is None else valid_slots(slots, pages))
     return torch.where(inside, slots, -1)
 
 

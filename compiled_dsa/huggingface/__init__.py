@@ -1,0 +1,93 @@
+"""compiled_dsa inside Hugging Face transformers.
+
+model = replace_attention(model)
+model = compiled_dsa.compile_model(model)
+model.generate(**inputs, past_key_values=PagedCache(model.config, batch_size, max_len))
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from compiled_dsa.config import SUPPORTED_MODEL_TYPES, DSAConfig
+from compiled_dsa.huggingface import masks
+from compiled_dsa.huggingface.attention import AttentionStats, DSAAttentionMixin, convert
+from compiled_dsa.huggingface.cache import PagedCache
+
+__all__ = ["AttentionStats", "PagedCache", "replace_attention"]
+
+# model_type -> (name of its attention class, whether its decoder layers pass the selection on)
+_ATTENTION = {
+    "deepseek_v32": ("DeepseekV32Attention", False),
+    "glm_moe_dsa": ("GlmMoeDsaAttention", True),
+    "axk2": ("AXK2Attention", False),
+}
+assert tuple(_ATTENTION) == SUPPORTED_MODEL_TYPES
+
+
+def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Turns the attention of a transformers model into compiled_dsa's, in place, and returns the model.
+
+    Parameters, their names, hooks and saved checkpoints stay as they are. The model then works with ``PagedCache``,
+    with transformers' own Dynamic and Static caches and without a cache. Calls that the ops cannot serve (gradients,
+    dropout, masks over queries and keys, packed sequences, requested attention weights) run transformers' own forward
+    and are counted in ``model.dsa_stats``; with a PagedCache they are a ValueError.
+
+    A second call changes nothing.
+
+    Raises:
+        ValueError: the model is none of deepseek_v32, glm_moe_dsa, axk2; the message says why. The model is unchanged.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model is a {type(model).__name__}; it must be a transformers PreTrainedModel")
+    config = model.config.get_text_config(decoder=True)
+    DSAConfig.from_hf(config)
+    if hasattr(model, "dsa_stats"):
+        return model
+    name, returns_topk = _ATTENTION[config.model_type]
+    modules = [m for m in model.modules() if type(m).__name__ == name]
+    if not modules:
+        raise ValueError(f"model has no {name}; replace_attention takes the whole model or its base model")
+    for module in modules:  # all read before any is changed
+        DSAConfig.from_hf(config, module.layer_idx)
+    masks.register()
+    model.dsa_stats = AttentionStats()
+    for module in modules:
+        convert(module, config, returns_topk, model.dsa_stats)
+    model.set_attn_implementation(masks.IMPLEMENTATION)
+    model.register_forward_pre_hook(_begin_forward, with_kwargs=True)
+    return model
+
+
+def _begin_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]):
+    """Forward pre-hook: what the host has to check and note for a PagedCache before a forward."""
+    if torch.compiler.is_compiling():
+        return None
+    arguments = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    arguments = {**arguments, **arguments.pop("kwargs", {})}
+    cache = arguments.get("past_key_values")
+    if not isinstance(cache, PagedCache):
+        return None
+    _refuse_stock_forward(model, arguments)
+    tokens = arguments.get("input_ids")
+    tokens = tokens if tokens is not None else arguments["inputs_embeds"]
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, dict):  # generate() has made the masks, one a layer type; these models have one type
+        (key,) = mask
+        arguments["attention_mask"] = {key: cache.begin(tokens.shape[0], tokens.shape[1], mask[key])}
+    else:
+        arguments["attention_mask"] = cache.begin(tokens.shape[0], tokens.shape[1], mask)
+    cache.allocate(model.device, model.dtype)
+    return (), arguments
+
+
+def _refuse_stock_forward(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Raises before the cache notes anything when the call would need transformers' own forward."""
+    embeds = arguments.get("inputs_embeds")
+    module = next(m for m in model.modules() if isinstance(m, DSAAttentionMixin))
+    hidden = torch.empty(0) if embeds is None else embeds
+    mask = arguments.get("attention_mask")
+    mask = next(iter(mask.values())) if isinstance(mask, dict) else mask
+    module.refuse_stock(module.stock_reason(hidden, mask, arguments))

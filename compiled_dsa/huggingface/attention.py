@@ -1,0 +1,204 @@
+"""transformers' attention modules, turned into ours in place.
+
+``DSAAttentionMixin.forward`` has the signature that transformers' decoder layers call. It runs the ops on a PagedCache,
+on transformers' own caches or without one, and hands over to the stock forward where the ops cannot serve the call.
+"""
+
+import functools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compiled_dsa.attention import SparseAttention, shared_selection
+from compiled_dsa.config import DSAConfig
+from compiled_dsa.huggingface.cache import PagedCache
+from compiled_dsa.huggingface.masks import square_mask, wants_weights
+from compiled_dsa.huggingface.stock_cache import Columns
+from compiled_dsa.indexer import Indexer
+
+
+@dataclass
+class AttentionStats:
+    """How the layers of a model ran, counted a layer call.
+
+    A layer inside compiled code is counted once, when it is traced, in ``traced`` and ``traced_stock``.
+
+    Attributes:
+        calls: layer calls that ran on the ops.
+        stock_calls: layer calls that ran transformers' own forward, by reason.
+    """
+
+    calls: int = 0
+    stock_calls: Counter[str] = field(default_factory=Counter)
+    traced: int = 0
+    traced_stock: Counter[str] = field(default_factory=Counter)
+
+    def note(self, reason: str | None) -> None:
+        if torch.compiler.is_compiling():
+            self._note_trace(reason)
+        elif reason is None:
+            self.calls += 1
+        else:
+            self.stock_calls[reason] += 1
+
+    # Runs while tracing and leaves nothing in the graph: a counter in the traced code would be a guard that fails.
+    @torch._dynamo.assume_constant_result
+    def _note_trace(self, reason: str | None) -> int:
+        if reason is None:
+            self.traced += 1
+        else:
+            self.traced_stock[reason] += 1
+        return 0
+
+
+class DSAAttentionMixin(SparseAttention):
+    """Base of the converted attention classes; ``stock_class`` is the transformers class it stands in for."""
+
+    stock_class: type[nn.Module]
+    returns_topk: bool  # the decoder layer expects (output, weights, selection)
+    config: Any
+    layer_idx: int
+    dsa_stats: AttentionStats
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values=None,
+        position_ids: Tensor | None = None,
+        prev_topk_indices: Tensor | None = None,
+        **kwargs,
+    ):
+        reason = self.stock_reason(hidden_states, attention_mask, kwargs)
+        self.dsa_stats.note(reason)
+        if reason is not None:
+            if isinstance(past_key_values, PagedCache):
+                self.refuse_stock(reason)
+            return self._stock_forward(
+                hidden_states, position_embeddings, attention_mask, past_key_values, position_ids, prev_topk_indices,
+                kwargs,
+            )  # fmt: skip
+        B, S, _ = hidden_states.shape
+        x = hidden_states.reshape(B * S, -1)
+        cos, sin = (_angles(e, B, S) for e in position_embeddings)
+        if isinstance(past_key_values, PagedCache):
+            batch, pools = past_key_values.step(self.layer_idx, hidden_states, attention_mask)
+            out, topk = SparseAttention.forward(self, x, cos, sin, batch, pools, prev_topk_indices)
+        else:
+            out, topk = self._on_stock_cache(x, cos, sin, B, S, attention_mask, past_key_values, prev_topk_indices)
+        out = out.view(B, S, -1)
+        return (out, None, topk) if self.returns_topk else (out, None)
+
+    @staticmethod
+    def refuse_stock(reason: str | None) -> None:
+        """Raises ValueError for a reason that PagedCache cannot serve."""
+        if reason is not None:
+            raise ValueError(
+                f"{reason}: the call needs transformers' own forward, which cannot read a PagedCache; {_ADVICE[reason]}"
+            )
+
+    def stock_reason(self, hidden_states: Tensor, attention_mask: Tensor | None, kwargs: dict) -> str | None:
+        """Why this call needs transformers' own forward, or None."""
+        if hidden_states.requires_grad or (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):
+            return "gradients"
+        if self.training and self.attention_dropout:
+            return "dropout"
+        if attention_mask is not None and attention_mask.dim() != 2:
+            return "mask"
+        if wants_weights(self, kwargs):
+            return "attentions"
+        return None
+
+    def _stock_forward(
+        self, hidden_states, position_embeddings, attention_mask, past_key_values, position_ids, prev_topk, kwargs
+    ):
+        B, S, _ = hidden_states.shape
+        if attention_mask is None or attention_mask.dim() == 2:
+            first = _first_column(past_key_values, self.layer_idx)
+            columns = S if past_key_values is None else past_key_values.get_mask_sizes(S, self.layer_idx)[0]
+            attention_mask = square_mask(attention_mask, B, first, S, columns, hidden_states.device)
+        if self.returns_topk:
+            kwargs = {**kwargs, "prev_topk_indices": prev_topk}
+        return self.stock_class.forward(
+            self,
+            hidden_states,
+            position_embeddings,
+            attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+            **kwargs,
+        )
+
+    def _on_stock_cache(self, x, cos, sin, B: int, S: int, columns_real, cache, prev_topk):
+        """The ops over transformers' own cache, or over the step's own tokens when ``cache`` is None."""
+        p = self.project(x, cos, sin, deinterleave=True)  # transformers caches rope keys in that order
+        keys = None if self.indexer is None else self.indexer.make_keys(x, cos, sin, fp8=False).view(B, S, -1)
+        latents, rope = p.latents.view(B, 1, S, -1), p.k_rope.view(B, 1, S, -1)
+        first = _first_column(cache, self.layer_idx)
+        if cache is not None:
+            latents, rope = cache.update(latents, rope, self.layer_idx)
+            keys = None if keys is None else cache.update_indexer(keys, self.layer_idx)
+        columns = Columns.of_step(
+            columns_real, first, B, S, latents.shape[2], self.dsa_config.index_topk, x.device
+        )  # fmt: skip
+        batch = columns.batch
+        if self.indexer is not None:
+            skip = batch.skip_scores
+            topk = None if skip else self.indexer.select(x, p.q_lora, cos, sin, batch, columns.pool(keys))
+        else:
+            topk = shared_selection(None if prev_topk is None else columns.from_hf(prev_topk), batch)
+        out = self.attend(p, batch, columns.pool(latents.squeeze(1), rope.squeeze(1)), topk)
+        return out, columns.to_hf(topk, S) if self.returns_topk else None
+
+
+_ADVICE = {
+    "gradients": "call the model under torch.no_grad() or torch.inference_mode()",
+    "dropout": "call model.eval()",
+    "mask": "pass a 2D attention_mask",
+    "attentions": "do not ask for output_attentions",
+}
+
+
+def _angles(embedding: Tensor, B: int, S: int) -> Tensor:
+    """transformers' cos or sin [1 or B, S, R] = cat(angles, angles) as [B*S, R/2]."""
+    half = embedding[..., : embedding.shape[-1] // 2]
+    return half.expand(B, S, -1).reshape(B * S, -1)
+
+
+def _first_column(cache, layer_idx: int):
+    """Column of the step's first token. Static caches return their live counter, which ``update`` advances: copied."""
+    if cache is None:
+        return 0
+    length = cache.get_seq_length(layer_idx)
+    return length.clone() if isinstance(length, Tensor) else length
+
+
+@functools.cache
+def converted_class(stock: type[nn.Module], returns_topk: bool) -> type[DSAAttentionMixin]:
+    """The class that an instance of ``stock`` is turned into; still a subclass of ``stock``."""
+    name = f"DSA{stock.__name__}"
+    members = {"stock_class": stock, "returns_topk": returns_topk, "__module__": __name__}
+    return type(name, (DSAAttentionMixin, stock), members)
+
+
+@functools.cache
+def converted_indexer_class(stock: type[nn.Module]) -> type[Indexer]:
+    """The same for the indexer; its ``forward`` stays the stock one, which the stock attention forward calls."""
+    members = {"forward": stock.forward, "__module__": __name__}
+    return type(f"DSA{stock.__name__}", (Indexer, stock), members)
+
+
+def convert(module: Any, config: Any, returns_topk: bool, stats: AttentionStats) -> None:
+    """Turns a transformers attention module into ours: same parameters, names and hooks, another class."""
+    dsa_config = DSAConfig.from_hf(config, module.layer_idx)
+    stock: type[nn.Module] = type(module)
+    module.__class__ = converted_class(stock, returns_topk)
+    module.dsa_config, module.dsa_stats = dsa_config, stats
+    if module.indexer is not None:
+        stock_indexer: type[nn.Module] = type(module.indexer)
+        module.indexer.__class__ = converted_indexer_class(stock_indexer)
+        module.indexer.dsa_config = dsa_config

@@ -1,0 +1,297 @@
+"""PagedCache: page pools as a transformers cache.
+
+Columns and positions: transformers counts columns (padding included), the pools hold real tokens only. A row of the
+batch is a request; its kv length counts its real tokens, and a padding column gets no slot.
+
+What the host must know of a step (does it fit, may scores be skipped) it learns in ``begin``, which runs eagerly before
+a forward; the forward itself reads tensors and one flag, so that its trace depends on no length. A forward that was
+compiled together with everything around it runs without ``begin``; it then takes the general variant, and the host's
+count of columns is read back from the device when it is next asked for.
+"""
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from compiled_dsa.batch import Batch
+from compiled_dsa.cache import LayerPools, PagePool, supports_fp8
+from compiled_dsa.config import DSAConfig
+from compiled_dsa.custom_ops.layout import FP8, PAGE
+from compiled_dsa.huggingface.masks import fit_columns
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's view of a ``PagedCache``, with the questions that transformers asks a layer."""
+
+    is_compileable = True
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: "PagedCache"):
+        super().__init__()
+        self.cache = cache
+
+    def get_seq_length(self):
+        """Columns so far: an int, or inside a trace a 0-d tensor."""
+        return self.cache.columns_on_device() if torch.compiler.is_compiling() else self.cache.columns()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if not torch.compiler.is_compiling():
+            self.cache.check_fits(None, query_length)
+        return self.cache.max_cache_len, 0
+
+    def get_max_length(self) -> int:
+        return self.cache.max_cache_len
+
+    get_max_cache_shape = get_max_length  # the name before transformers 5.23
+
+    def lazy_initialization(self, key_states, value_states) -> None:
+        """Nothing to do: the pools are made by the cache."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        raise ValueError("PagedCache serves models after replace_attention(model); this model's attention is stock")
+
+    update_indexer = update
+
+    def reset(self) -> None:
+        """Done by the cache for all layers at once, as are crop and reorder_cache."""
+
+    def offload(self) -> None:
+        raise ValueError("PagedCache cannot be offloaded")
+
+    prefetch = offload
+
+
+class PagedCache(Cache):
+    """A transformers cache of paged latents and index keys, for models after ``replace_attention``.
+
+    All pages are allocated up front: row b of the batch owns ceil(max_cache_len/64) pages for its life, so graphs may
+    capture the addresses.
+
+    Args:
+        config: the model's config.
+        max_batch_size: rows at most, beams included.
+        max_cache_len: columns (tokens, padding included) a row at most.
+        latent_dtype: dtype of the latents; None = ``dtype``, ``torch.float8_e4m3fn`` = the fp8 layout.
+        index_dtype: dtype of the index keys; None = fp8 on a GPU that has it, else ``dtype``.
+        device: where the pools live; None = where the first forward's hidden states are.
+        dtype: the model's dtype; None = that of the first forward's hidden states.
+
+    Raises:
+        ValueError: an unsupported model, or a size below 1. Later calls raise it before anything is written: for a
+            batch or length that does not fit, another batch size while rows are held, a mask that changes earlier
+            columns.
+    """
+
+    def __init__(
+        self,
+        config,
+        max_batch_size: int,
+        max_cache_len: int,
+        *,
+        latent_dtype: torch.dtype | None = None,
+        index_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        config = config.get_text_config(decoder=True)
+        self.layer_configs = [DSAConfig.from_hf(config, i) for i in range(config.num_hidden_layers)]
+        for name, value in (("max_batch_size", max_batch_size), ("max_cache_len", max_cache_len)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}; it must be an integer of at least 1")
+        super().__init__(layers=[PagedLayer(self) for _ in self.layer_configs])
+        self.max_batch_size = max_batch_size
+        self.max_cache_len = max_cache_len
+        self.index_topk = self.layer_configs[0].index_topk
+        self._dtypes = (latent_dtype, index_dtype)
+        self.pool: PagePool | None = None
+        self._columns: int | None = 0  # None: a fully compiled forward advanced the device's count only
+        self._columns_before = 0  # while a forward is announced but has not reached layer 0
+        self._rows = 0  # batch size in use, 0 while empty
+        self._padded = False  # some column so far was padding
+        self._begun: bool | None = None  # skip_scores of the forward that begin() announced
+        self._batch: Batch | None = None  # of the forward under way
+        self._device, self._dtype = device, dtype
+        if device is not None and dtype is not None:
+            self.allocate(device, dtype)
+
+    def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        """Makes the pools, once; arguments given to the constructor win. The first forward calls it."""
+        if self.pool is not None:
+            return
+        device, dtype = torch.device(self._device or device), self._dtype or dtype
+        latent_dtype, index_dtype = self._dtypes
+        pages = -(-self.max_cache_len // PAGE)
+        self.pool = PagePool(
+            self.layer_configs,
+            num_pages=self.max_batch_size * pages,
+            max_requests=self.max_batch_size,
+            max_len=self.max_cache_len,
+            latent_dtype=latent_dtype or dtype,
+            index_dtype=index_dtype or (FP8 if supports_fp8(device) else dtype),
+            device=device,
+        )
+        for request in range(self.max_batch_size):
+            self.pool.reserve(request, self.max_cache_len)
+        device = self.pool.page_table.device
+        self._length = torch.zeros((), dtype=torch.int64, device=device)
+        self._kv_len = torch.zeros(self.max_batch_size, dtype=torch.int64, device=device)
+        self._real = torch.ones(self.max_batch_size, self.max_cache_len, dtype=torch.bool, device=device)
+        pools = [tensor for layer in self.pool.layers for tensor in layer.tensors()]
+        for tensor in (self._length, self._kv_len, self._real, self.pool.page_table, *pools):
+            torch._dynamo.mark_static_address(tensor)
+
+    # ---- what the host knows -------------------------------------------------------------------------------------
+
+    def columns(self) -> int:
+        """Columns held so far. Waits for the device only after a forward that was compiled whole."""
+        if self._begun is not None:
+            return self._columns_before
+        if self._columns is None:
+            self._columns = int(self._length)
+        return self._columns
+
+    def columns_on_device(self) -> Tensor:
+        """Columns held so far, int64 0-d, as a copy."""
+        if self.pool is None:
+            raise ValueError("device=None or dtype=None: give both to PagedCache when its first forward is compiled")
+        return self._length.clone()
+
+    def check_fits(self, batch_size: int | None, query_length: int) -> None:
+        """Raises ValueError unless a step of this size fits."""
+        if batch_size is not None and batch_size > self.max_batch_size:
+            raise ValueError(f"batch size {batch_size} does not fit max_batch_size={self.max_batch_size}")
+        if batch_size is not None and self._rows not in (0, batch_size):
+            raise ValueError(f"batch size {batch_size}; the cache holds {self._rows} rows, call reset() first")
+        if self.columns() + query_length > self.max_cache_len:
+            raise ValueError(
+                f"{self.columns()} + {query_length} tokens do not fit max_cache_len={self.max_cache_len}; "
+                "make a larger PagedCache or call reset()"
+            )
+
+    def begin(self, batch_size: int, query_length: int, attention_mask: Tensor | None) -> Tensor | None:
+        """Announces a forward: checks that it fits and notes what its trace may assume. Eager, before the forward.
+
+        Args:
+            attention_mask: 2D mask over the columns so far and the new ones, or None.
+
+        Returns:
+            bool [B, max_cache_len], True where a column holds a token, or None when no column so far is padding.
+        """
+        self.check_fits(batch_size, query_length)
+        held, total = self.columns(), self.columns() + query_length
+        if attention_mask is not None:
+            attention_mask = self._checked_mask(attention_mask, batch_size, held, total)
+        elif self._padded:
+            raise ValueError("attention_mask=None; the cache holds padding columns, so later steps must mask them too")
+        self._begun = total <= self.index_topk
+        self._columns_before, self._columns, self._rows = held, total, batch_size
+        return attention_mask
+
+    def _checked_mask(self, mask: Tensor, batch_size: int, held: int, total: int) -> Tensor | None:
+        if mask.dim() != 2 or mask.shape[0] != batch_size or mask.shape[1] < total:
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}; with PagedCache it must be [{batch_size}, {total}], "
+                "one entry a column. Masks over queries and keys need a cache of transformers"
+            )
+        mask = mask.bool()
+        if not self._padded and bool(mask[:, :total].all()):
+            return None
+        before = self._real[:batch_size, :held] if self.pool is not None else mask[:, :0]
+        if not torch.equal(mask[:, :held].to(before.device), before):
+            raise ValueError("attention_mask changes columns that are already cached; it may only append columns")
+        self._padded = True
+        mask = fit_columns(mask, self.max_cache_len)
+        return mask & (torch.arange(self.max_cache_len, device=mask.device) < total)
+
+    # ---- what a forward reads ------------------------------------------------------------------------------------
+
+    def step(self, layer_idx: int, hidden_states: Tensor, columns_real: Tensor | None) -> tuple[Batch, LayerPools]:
+        """The batch of the forward under way and the pools of a layer. Layer 0 advances the lengths.
+
+        Args:
+            hidden_states: [B, S, hidden].
+            columns_real: bool [B, max_cache_len], as ``begin`` and ``column_mask`` give it, or None.
+        """
+        if layer_idx == 0:
+            if not torch.compiler.is_compiling():
+                if self._begun is None:  # called without the hook of replace_attention, as a submodule
+                    columns_real = self.begin(hidden_states.shape[0], hidden_states.shape[1], columns_real)
+                self.allocate(hidden_states.device, hidden_states.dtype)
+            self._batch = self._advance(hidden_states, columns_real)
+        if self._batch is None or self.pool is None:
+            raise ValueError(f"layer {layer_idx} was called before layer 0 of the same forward")
+        batch, pools = self._batch, self.pool.layers[layer_idx]
+        if pools.latents.device != hidden_states.device:
+            raise ValueError(f"hidden states are on {hidden_states.device}; PagedCache lies on {pools.latents.device}")
+        if layer_idx == len(self.layers) - 1:
+            self._batch = None
+        return batch, pools
+
+    def _advance(self, hidden_states: Tensor, columns_real: Tensor | None) -> Batch:
+        B, S, _ = hidden_states.shape
+        columns = self.columns_on_device() + torch.arange(S, device=self._length.device)
+        real = None
+        if columns_real is not None:
+            self._real[:B] = columns_real
+            real = columns_real[:, columns.clamp(max=self.max_cache_len - 1)]
+        skip_scores, self._begun = self._begun, None
+        if skip_scores is None:  # compiled whole: the host did not see this step, nor whether it fits
+            self._columns, self._rows, skip_scores = None, B, False
+            inside = (columns < self.max_cache_len).expand(B, S)
+            real = inside if real is None else real & inside
+        past = self._kv_len[:B]
+        batch = Batch.from_grid(real, past, self.pool.page_table[:B], S, skip_scores=skip_scores)
+        past.copy_(batch.kv_len)
+        self._length.add_(S)
+        return batch
+
+    # ---- what generate() does between forwards -------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forgets all tokens; the pools stay where they are."""
+        self._columns, self._rows, self._padded, self._begun, self._batch = 0, 0, False, None, None
+        if self.pool is not None:
+            self._length.zero_()
+            self._kv_len.zero_()
+            self._real.fill_(True)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` columns (the argument is at most 0, as in transformers 5.23)."""
+        held = self.columns()
+        if not -held <= tokens_to_remove <= 0:
+            raise ValueError(f"tokens_to_remove={tokens_to_remove}; it must be between -{held} and 0")
+        if tokens_to_remove == 0:
+            return
+        self._columns = held = held + tokens_to_remove
+        self._rows = self._rows if held else 0
+        self._length.fill_(held)
+        self._kv_len.copy_(self._real[:, :held].sum(1))
+        self._real[:, held:] = True
+        self._padded = self._padded and held > 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes a copy of row ``beam_idx[b]``, in place."""
+        self._take_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes ``repeats`` rows."""
+        self._take_rows(torch.arange(self._rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows ``indices``, in that order."""
+        self._take_rows(torch.arange(self._rows)[indices.cpu()])
+
+    def _take_rows(self, rows: Tensor) -> None:
+        if rows.numel() > self.max_batch_size:
+            raise ValueError(f"{rows.numel()} rows do not fit max_batch_size={self.max_batch_size}")
+        if self.pool is None or self.columns() == 0:
+            return
+        rows = rows.to(self._length.device)
+        self.pool.reorder(rows, -(-self.columns() // PAGE))
+        n = rows.numel()
+        self._kv_len[:n] = self._kv_len[rows]
+        self._real[:n] = self._real[rows]
+        self._rows = n

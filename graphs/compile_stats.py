@@ -1,0 +1,29 @@
+"""Counting what torch.compile makes of a callable."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class CompileStats:
+    """Attributes:
+    compiles: graphs compiled, recompiles included.
+    graph_nodes: nodes of the last graph compiled.
+    """
+
+    compiles: int = 0
+    graph_nodes: int = 0
+
+
+def counting_backend(stats: CompileStats, backend: str | Callable = "inductor") -> Callable:
+    """A backend that compiles with ``backend`` and counts each graph in ``stats``."""
+    compile_fx = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
+
+    def compile_and_count(graph_module: torch.fx.GraphModule, example_inputs, **kwargs):
+        stats.compiles += 1
+        stats.graph_nodes = len(graph_module.graph.nodes)
+        return compile_fx(graph_module, example_inputs, **kwargs)
+
+    return compile_and_count
