@@ -130,7 +130,7 @@ class DSAConfig:
 
 
 def softmax_scale(config: Any) -> float:
-    """(N+R)^-1/2, for ropes with ``mscale_all_dim`` times mscale^2, where mscale = 0.1*mscale_all_dim*ln(factor) + 1."""
+    """(N+R)^-1/2, for ropes with ``mscale_all_dim`` times mscale^2, mscale = 0.1*mscale_all_dim*ln(factor) + 1."""
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     rope = config.rope_parameters
     if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim") and rope["factor"] > 1:

@@ -196,9 +196,9 @@ def convert(module: Any, config: Any, returns_topk: bool, stats: AttentionStats)
     """Turns a transformers attention module into ours: same parameters, names and hooks, another class."""
     dsa_config = DSAConfig.from_hf(config, module.layer_idx)
     stock: type[nn.Module] = type(module)
-    module.__class__ = converted_class(stock, returns_topk)
+    module.__class__ = converted_class(stock, returns_topk)  # type: ignore[arg-type]
     module.dsa_config, module.dsa_stats = dsa_config, stats
     if module.indexer is not None:
         stock_indexer: type[nn.Module] = type(module.indexer)
-        module.indexer.__class__ = converted_indexer_class(stock_indexer)
+        module.indexer.__class__ = converted_indexer_class(stock_indexer)  # type: ignore[arg-type]
         module.indexer.dsa_config = dsa_config

@@ -141,14 +141,13 @@ def _kth_key(line, n, K, BLOCK: tl.constexpr):
     threshold = tl.full([], 0, tl.uint32)
     wanted = K
     bins = tl.arange(0, _BINS)
-    for step in tl.static_range(32 // _DIGIT_BITS):
-        shift: tl.constexpr = 32 - _DIGIT_BITS * (step + 1)
+    for shift in tl.static_range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
         counts = tl.zeros([_BINS], tl.int32)
         for start in range(0, n, BLOCK):
             position = start + tl.arange(0, BLOCK)
             key = _order_keys(line, position, position < n)
             candidate = position < n
-            if step > 0:
+            if shift < 32 - _DIGIT_BITS:
                 candidate = candidate & ((key ^ threshold) >> (shift + _DIGIT_BITS) == 0)
             counts += tl.histogram(((key >> shift) & (_BINS - 1)).to(tl.int32), _BINS, mask=candidate)
         at_least = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
