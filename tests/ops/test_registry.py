@@ -1,0 +1,127 @@
+"""What the registry promises of every op: schemas, tags, choice of providers, opcheck, and compiled calls."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from compiled_dsa.custom_ops import OPS, split_ops
+from compiled_dsa.custom_ops.layout import FP8, PAGE, latent_pool_shape
+from compiled_dsa.testing import random_index_pool, random_latent_pool, random_page_table
+
+
+def arguments(name: str, T: int, device, fp8: bool, topk: bool = True) -> tuple:
+    """Small valid arguments of an op. Outputs hold numbers, since opcheck compares runs bit by bit."""
+    integers = {"dtype": torch.int32, "device": device}
+    table = random_page_table(2, 3, 7, device)
+    requests = torch.arange(T, **integers) % 2
+    visible = torch.arange(T, **integers) * 20 + 1
+    slots = torch.arange(T, device=device) * 31 - 1
+    latent_pool = random_latent_pool(7, 128, 32, FP8 if fp8 else torch.float32, device)
+    index_pool = random_index_pool(7, 32, FP8 if fp8 else torch.float32, device)
+    selected = torch.stack([torch.randperm(7 * PAGE, device=device)[:24] for _ in range(T)]).int() if T else None
+    selected = (torch.empty(0, 24, **integers) if T == 0 else selected) if topk else None
+    if name == "store_latents":
+        return latent_pool, torch.randn(T, 128, device=device), torch.randn(T, 32, device=device), slots
+    if name == "store_index_keys":
+        return index_pool, torch.randn(T, 32, device=device), slots, True
+    if name.startswith("index_topk"):
+        q = torch.randn(T, 8, 32, device=device).to(FP8 if fp8 else torch.float32)
+        out = torch.zeros(T, 24, **integers)
+        args = (q, torch.randn(T, 8, device=device), index_pool, table, requests, visible, out, True)
+        return (*args, 1 << 20) if name == "index_topk_prefill" else args
+    selection = (latent_pool, selected, visible.clamp(max=24), table, requests)
+    q_rope, sinks = torch.randn(T, 8, 32, device=device), torch.randn(8, device=device)
+    if name == "sparse_mla_decode":
+        out, lse = torch.zeros(T, 8, 128, device=device), torch.zeros(T, 8, device=device)
+        return torch.randn(T, 8, 128, device=device), q_rope, *selection, 0.1, sinks, out, lse
+    assert name == "mla_prefill"
+    q_nope, kv_b = torch.randn(T, 8, 16, device=device), torch.randn(8, 40, 128, device=device)
+    return q_nope, q_rope, *selection, kv_b, 0.1, sinks, torch.zeros(T, 8, 24, device=device), 1 << 20
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_fault_h2_ops_return_nothing_and_mutate_what_they_write(name):
+    schema = OPS[name].overload._schema
+    assert not schema.returns
+    mutated = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    writes = {"store_latents": ["pool"], "store_index_keys": ["pool"], "sparse_mla_decode": ["out", "lse"]}
+    assert mutated == writes.get(name, ["out" if name == "mla_prefill" else "topk_out"])
+
+
+def test_split_ops_are_the_unsafe_ones():
+    unsafe = {op.overload for op in OPS.values() if torch.Tag.cudagraph_unsafe in op.overload.tags}
+    assert unsafe == set(split_ops()) == {OPS["index_topk_prefill"].overload, OPS["mla_prefill"].overload}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_was_asked_for_is_never_replaced(name):
+    args = arguments(name, 2, "cpu", fp8=False)
+    with pytest.raises(ValueError, match=f"{name}: no provider takes .*no such provider; {name} has reference, triton"):
+        OPS[name].overload(*args, provider="tritn")
+    double = [a.double() if isinstance(a, torch.Tensor) and a.dtype == torch.float32 else a for a in args]
+    if name == "sparse_mla_decode":
+        double[8], double[10] = args[8], args[10]
+    if name == "mla_prefill":
+        double[9] = args[9]
+    with pytest.raises(ValueError, match=r"triton: .* has dtype torch.float64; it must be torch.float32 or"):
+        OPS[name].overload(*double, provider="triton")
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("T", [0, 1, 7])
+@pytest.mark.parametrize(("fp8", "topk"), [(False, True), (True, True), (True, False)])
+def test_fault_h3_opcheck(name, T, fp8, topk, device):
+    if not topk and "mla" not in name:
+        pytest.skip("the op has no topk argument")
+    utils = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if fp8 and name.startswith("index_topk") and device == "cpu":
+        utils = utils[1:]  # on a CPU torch cannot compare e4m3 tensors, which test_schema does with the query
+    torch.library.opcheck(OPS[name].overload, arguments(name, T, device, fp8, topk), test_utils=utils)
+
+
+def test_fault_h1_no_copy_of_a_pool_of_which_one_layer_is_mutated(device):
+    """A pool [layers, pages, 64, 656]: the op takes a slice of it, and Inductor hands the slice over in place."""
+    shape, dtype = latent_pool_shape(5, 512, 64, FP8)
+    pool = torch.zeros(3, *shape, dtype=dtype, device=device)
+
+    def step(pool, latents, rope, slots):
+        torch.ops.compiled_dsa.store_latents(pool[1], latents * 2, rope, slots)
+        return latents + 1
+
+    latents, rope = torch.ones(4, 512, device=device), torch.ones(4, 64, device=device)
+    slots = torch.tensor([0, 70, -1, 5], device=device)
+    _, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), pool, latents, rope, slots)
+    allocated = [
+        math.prod(int(n) for n in sizes.split(",") if n.strip())
+        for sizes in re.findall(r"= empty_strided_\w+\(\(([\d, ]*)\)", code)
+    ]
+    assert allocated and max(allocated) <= 4 * 512, f"Inductor allocates {max(allocated)} elements"
+    assert "store_latents.default(reinterpret_tensor(" in code
+    layers = pool.flatten(1).any(dim=1).tolist()
+    assert layers == [False, True, False]
+    want = torch.zeros(shape, dtype=dtype)
+    OPS["store_latents"].reference(want, 2 * latents.cpu(), rope.cpu(), slots.cpu())
+    assert torch.equal(pool[1].cpu(), want)
+
+
+def test_fault_h3_compiled_calls_keep_strides_of_outputs(device):
+    """8 heads of a buffer of 64, between pointwise ops: equal to eager, and the other heads stay as they were."""
+    q_latent, q_rope, pool, topk, count, table, requests, scale, sinks, _, lse = arguments(
+        "sparse_mla_decode", 7, device, fp8=True
+    )
+
+    def step(q, buffer, lse):
+        torch.ops.compiled_dsa.sparse_mla_decode(
+            q * 2, q_rope, pool, topk, count, table, requests, scale, sinks, buffer[:, :8], lse
+        )
+        return buffer[:, :8] + 1, lse * 2
+
+    eager, compiled = (torch.full((7, 64, 128), 5.0, device=device) for _ in range(2))
+    want = step(q_latent, eager, lse.clone())
+    got = torch.compile(step, fullgraph=True)(q_latent, compiled, lse)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(compiled, eager)
+    assert got[0].stride() == want[0].stride() and (compiled[:, 8:] == 5.0).all()
