@@ -63,12 +63,18 @@ def order_key(scores: Tensor) -> Tensor:
 
 
 def scores_of_rows(q: Tensor, weights: Tensor, keys: Tensor, key_scales: Tensor | None) -> Tensor:
-    """score[t, j] = ks[j] * sum_h weights[t, h] * relu(q[t, h] . keys[j]); head by head, so no [T, HI, n] exists."""
+    """score[t, j] = ks[j] * sum_h weights[t, h] * relu(q[t, h] . keys[j]) for a part of the rows, [T, n].
+
+    Heads are taken together only as far as their products stay within ``_REFERENCE_SCORES``.
+    """
     dtype = compute_dtype(q.dtype)
     keys_t = keys.to(dtype).T
-    scores = torch.zeros(q.shape[0], keys.shape[0], dtype=dtype, device=q.device)
-    for h in range(q.shape[1]):
-        scores.addcmul_((q[:, h].to(dtype) @ keys_t).relu_(), weights[:, h : h + 1].to(dtype))
+    T, n = q.shape[0], keys.shape[0]
+    scores = torch.zeros(T, n, dtype=dtype, device=q.device)
+    together = max(1, _REFERENCE_SCORES // max(1, T * n))
+    for q_heads, w_heads in zip(q.split(together, 1), weights.split(together, 1)):
+        products = (q_heads.to(dtype) @ keys_t).relu_()  # [T, heads, n]
+        scores += torch.einsum("th,thn->tn", w_heads.to(dtype), products)
     return scores if key_scales is None else scores.mul_(key_scales.to(dtype))
 
 
