@@ -1,0 +1,115 @@
+"""Tiny models of every supported type, with weights at which the indexer's choice matters.
+
+16 index heads: with fewer, many index scores are exactly 0 (every head is cut off by the relu), and among such ties
+the stock implementations disagree with each other.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from compiled_dsa.huggingface import PagedCache, replace_attention
+
+MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "axk2")
+INDEX_TOPK = 16
+VOCABULARY = 128
+CACHES = ("paged", "dynamic", "static", "none")
+
+
+def tiny_config(model_type: str, **changes):
+    """Config of a model of 3 layers (the first with a dense MLP); GLM's second layer shares the first's selection."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 24,
+        "index_n_heads": 16,
+        "index_head_dim": 32,
+        "index_topk": INDEX_TOPK,
+        "max_position_embeddings": 512,
+        "eos_token_id": None,
+        "bos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    if model_type == "deepseek_v32":
+        from transformers import DeepseekV32Config as Config
+    elif model_type == "glm_moe_dsa":
+        from transformers import GlmMoeDsaConfig as Config
+
+        layers = changes.get("num_hidden_layers", 3)
+        sizes["indexer_types"] = ["shared" if i % 3 == 1 else "full" for i in range(layers)]
+    else:
+        from transformers.models.axk2 import AXK2Config as Config
+
+        sizes["gated_norm_rank"] = 16
+    return Config(**{**sizes, **changes})
+
+
+def tiny_model(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes) -> PreTrainedModel:
+    """A stock model for causal language modelling, in eval mode."""
+    if model_type == "deepseek_v32":
+        from transformers import DeepseekV32ForCausalLM as Model
+    elif model_type == "glm_moe_dsa":
+        from transformers import GlmMoeDsaForCausalLM as Model
+    else:
+        from transformers.models.axk2 import AXK2ForCausalLM as Model
+    torch.manual_seed(seed)
+    model = Model(tiny_config(model_type, **changes)).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.2 if "indexer" in name else 0.08)
+    return model.to(dtype)
+
+
+def prompt(batch_size: int, length: int, seed: int = 1) -> torch.Tensor:
+    """Token ids int64 [B, S], none of them the padding token 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, (batch_size, length), generator=generator)
+
+
+def left_padding(batch_size: int, length: int) -> torch.Tensor:
+    """Mask int64 [B, S] that leaves out row b's first 5b + 3 columns; the last row has none to leave out."""
+    mask = torch.ones(batch_size, length, dtype=torch.int64)
+    for b in range(batch_size - 1):
+        mask[b, : 5 * b + 3] = 0
+    return mask
+
+
+@dataclass
+class Pair:
+    """A model as transformers made it, and a copy of it after ``replace_attention``."""
+
+    stock: PreTrainedModel
+    ours: PreTrainedModel
+
+    @property
+    def config(self):
+        return self.ours.config
+
+    def cache(self, kind: str, batch_size: int, length: int, **options) -> dict[str, Any]:
+        """Arguments of ``generate`` for a kind of cache."""
+        if kind == "paged":
+            return {"past_key_values": PagedCache(self.config, batch_size, length, **options)}
+        return {"dynamic": {}, "static": {"cache_implementation": "static"}, "none": {"use_cache": False}}[kind]
+
+
+def make_pair(model_type: str, dtype: torch.dtype = torch.float32, **changes) -> Pair:
+    stock = tiny_model(model_type, dtype, **changes)
+    return Pair(stock, replace_attention(copy.deepcopy(stock)))
