@@ -48,12 +48,13 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
         return model
     name, returns_topk = _ATTENTION[config.model_type]
     modules = [m for m in model.modules() if type(m).__name__ == name]
-    if not modules:
+    converted = [m for m in model.modules() if isinstance(m, DSAAttentionMixin)]  # of a part replaced before
+    if not modules and not converted:
         raise ValueError(f"model has no {name}; replace_attention takes the whole model or its base model")
     for module in modules:  # all read before any is changed
         DSAConfig.from_hf(config, module.layer_idx)
     masks.register()
-    model.dsa_stats = AttentionStats()
+    model.dsa_stats = converted[0].dsa_stats if converted else AttentionStats()
     for module in modules:
         convert(module, config, returns_topk, model.dsa_stats)
     model.set_attn_implementation(masks.IMPLEMENTATION)

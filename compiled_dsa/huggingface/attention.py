@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from compiled_dsa.attention import SparseAttention, shared_selection
 from compiled_dsa.config import DSAConfig
+from compiled_dsa.huggingface import masks
 from compiled_dsa.huggingface.cache import PagedCache
 from compiled_dsa.huggingface.masks import square_mask, wants_weights
 from compiled_dsa.huggingface.stock_cache import Columns
@@ -181,15 +182,31 @@ def _first_column(cache, layer_idx: int):
 def converted_class(stock: type[nn.Module], returns_topk: bool) -> type[DSAAttentionMixin]:
     """The class that an instance of ``stock`` is turned into; still a subclass of ``stock``."""
     name = f"DSA{stock.__name__}"
-    members = {"stock_class": stock, "returns_topk": returns_topk, "__module__": __name__}
+    members = {
+        "stock_class": stock,
+        "returns_topk": returns_topk,
+        "__module__": __name__,
+        "__reduce__": lambda module: (_new_converted, (converted_class, stock, returns_topk), module.__dict__),
+    }
     return type(name, (DSAAttentionMixin, stock), members)
 
 
 @functools.cache
 def converted_indexer_class(stock: type[nn.Module]) -> type[Indexer]:
     """The same for the indexer; its ``forward`` stays the stock one, which the stock attention forward calls."""
-    members = {"forward": stock.forward, "__module__": __name__}
+    members = {
+        "forward": stock.forward,
+        "__module__": __name__,
+        "__reduce__": lambda module: (_new_converted, (converted_indexer_class, stock), module.__dict__),
+    }
     return type(f"DSA{stock.__name__}", (Indexer, stock), members)
+
+
+def _new_converted(make_class, *args) -> nn.Module:
+    """For copy and pickle, which cannot find a class made at run time by its name: a module without its state."""
+    masks.register()  # in the process that unpickles, replace_attention may never have run
+    cls = make_class(*args)
+    return cls.__new__(cls)
 
 
 def convert(module: Any, config: Any, returns_topk: bool, stats: AttentionStats) -> None:
