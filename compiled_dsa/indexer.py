@@ -43,16 +43,21 @@ class Indexer(nn.Module):
         self.k_norm = norm(config.index_head_dim, eps=config.index_k_norm_eps, **kw)
         self.weights_proj = nn.Linear(config.hidden_size, config.index_n_heads, bias=False, **kw)
 
-    def make_keys(self, x: Tensor, cos: Tensor, sin: Tensor, *, fp8: bool) -> Tensor:
-        """Index keys [T, D] of hidden states [T, hidden]; fp32 for an fp8 cache, else in the dtype of x."""
-        k = self.wk(x)
-        return self._encode(self._norm_fp32(k) if fp8 else self.k_norm(k), cos, sin)
+    def make_keys(self, x: Tensor, cos: Tensor, sin: Tensor, *, fp8: bool, deinterleave: bool = False) -> Tensor:
+        """Index keys [T, D] of hidden states [T, hidden]; fp32 for an fp8 cache, else in the dtype of x.
 
-    def make_queries(self, x: Tensor, q_lora: Tensor, cos: Tensor, sin: Tensor, *, fp8: bool) -> tuple[Tensor, Tensor]:
+        ``deinterleave``: rope values in the order in which Hugging Face caches them (rope.py); as for queries.
+        """
+        k = self.wk(x)
+        return self._encode(self._norm_fp32(k) if fp8 else self.k_norm(k), cos, sin, deinterleave)
+
+    def make_queries(
+        self, x: Tensor, q_lora: Tensor, cos: Tensor, sin: Tensor, *, fp8: bool, deinterleave: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Index queries [T, HI, D] (e4m3 for an fp8 cache) and weights fp32 [T, HI] with every scale folded in."""
         c = self.dsa_config
         q = self.wq_b(q_lora).unflatten(-1, (-1, c.index_head_dim))  # [T, HI, D]
-        q = self._encode(q.float() if fp8 else q, cos.unsqueeze(1), sin.unsqueeze(1))
+        q = self._encode(q.float() if fp8 else q, cos.unsqueeze(1), sin.unsqueeze(1), deinterleave)
         fold = c.index_n_heads**-0.5 * c.index_head_dim**-0.5
         if not fp8:
             weights = self.weights_proj(x.to(self.weights_proj.weight.dtype))
@@ -65,10 +70,21 @@ class Indexer(nn.Module):
         """Writes the rows' keys into the pool. A keys-only call is this alone."""
         store_index_keys(pool, keys, batch.slots, self.dsa_config.index_format.scale_ue8m0)
 
-    def select(self, x: Tensor, q_lora: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pool: Tensor) -> Tensor:
+    def select(
+        self,
+        x: Tensor,
+        q_lora: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: Batch,
+        pool: Tensor,
+        *,
+        deinterleave: bool = False,
+    ) -> Tensor:
         """Physical slots int32 [T, K] of the selected keys, -1 where fewer are visible."""
         c = self.dsa_config
-        q, weights = self.make_queries(x, q_lora, cos, sin, fp8=pool.dtype == torch.uint8)
+        fp8 = pool.dtype == torch.uint8
+        q, weights = self.make_queries(x, q_lora, cos, sin, fp8=fp8, deinterleave=deinterleave)
         topk = torch.empty(x.shape[0], c.index_topk, dtype=torch.int32, device=x.device)
         keys = (pool, batch.page_table, batch.req_of_row, batch.visible)
         if batch.kind == DECODE:
@@ -98,10 +114,11 @@ class Indexer(nn.Module):
             return nn.functional.layer_norm(k.float(), norm.normalized_shape, norm.weight.float(), bias, norm.eps)
         return nn.functional.rms_norm(k.float(), norm.normalized_shape, norm.weight.float(), norm.eps)
 
-    def _encode(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _encode(self, x: Tensor, cos: Tensor, sin: Tensor, deinterleave: bool) -> Tensor:
         """Rope and optional Hadamard transform, the same for keys [T, D] and queries [T, HI, D]."""
         fmt = self.dsa_config.index_format
-        x = rotate_part(x, cos, sin, interleaved=fmt.rope_interleaved, last=fmt.rope_last)
+        pairs = {"interleaved": fmt.rope_interleaved, "deinterleave": deinterleave}
+        x = rotate_part(x, cos, sin, last=fmt.rope_last, **pairs)
         if fmt.hadamard:
             x = x @ hadamard_matrix(x.shape[-1]).to(x.device, x.dtype)
         return x

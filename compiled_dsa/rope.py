@@ -24,11 +24,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, deinterlea
     return torch.cat(rotated, dim=-1)
 
 
-def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, last: bool) -> Tensor:
+def rotate_part(
+    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, last: bool, deinterleave: bool = False
+) -> Tensor:
     """Rotates the first (or last) R dims of x [..., D], where cos and sin are [..., R/2]; the others pass."""
     R = 2 * cos.shape[-1]
-    if last:
-        passed, part = x[..., : x.shape[-1] - R], x[..., x.shape[-1] - R :]
-        return torch.cat([passed, rotate(part, cos, sin, interleaved=interleaved)], dim=-1)
-    part, passed = x[..., :R], x[..., R:]
-    return torch.cat([rotate(part, cos, sin, interleaved=interleaved), passed], dim=-1)
+    first = x.shape[-1] - R if last else 0
+    before, part, after = x[..., :first], x[..., first : first + R], x[..., first + R :]
+    part = rotate(part, cos, sin, interleaved=interleaved, deinterleave=deinterleave)
+    return torch.cat([before, part] if last else [part, after], dim=-1)

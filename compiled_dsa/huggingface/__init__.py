@@ -92,3 +92,6 @@ def _refuse_stock_forward(model: PreTrainedModel, arguments: dict[str, Any]) -> 
     mask = arguments.get("attention_mask")
     mask = next(iter(mask.values())) if isinstance(mask, dict) else mask
     module.refuse_stock(module.stock_reason(hidden, mask, arguments))
+    positions = arguments.get("position_ids")
+    if mask is None and positions is not None and positions.shape[-1] > 1 and bool((positions.diff() <= 0).any()):
+        module.refuse_stock("packed")

@@ -136,8 +136,10 @@ class DSAAttentionMixin(SparseAttention):
 
     def _on_stock_cache(self, x, cos, sin, B: int, S: int, columns_real, cache, prev_topk):
         """The ops over transformers' own cache, or over the step's own tokens when ``cache`` is None."""
-        p = self.project(x, cos, sin, deinterleave=True)  # transformers caches rope keys in that order
-        keys = None if self.indexer is None else self.indexer.make_keys(x, cos, sin, fp8=False).view(B, S, -1)
+        p = self.project(x, cos, sin, deinterleave=True)  # transformers' order, also of index keys
+        keys = None
+        if self.indexer is not None:
+            keys = self.indexer.make_keys(x, cos, sin, fp8=False, deinterleave=True).view(B, S, -1)
         latents, rope = p.latents.view(B, 1, S, -1), p.k_rope.view(B, 1, S, -1)
         first = _first_column(cache, self.layer_idx)
         if cache is not None:
@@ -148,8 +150,10 @@ class DSAAttentionMixin(SparseAttention):
         )  # fmt: skip
         batch = columns.batch
         if self.indexer is not None:
-            skip = batch.skip_scores
-            topk = None if skip else self.indexer.select(x, p.q_lora, cos, sin, batch, columns.pool(keys))
+            topk = None
+            if not batch.skip_scores:
+                pool = columns.pool(keys)
+                topk = self.indexer.select(x, p.q_lora, cos, sin, batch, pool, deinterleave=True)
         else:
             topk = shared_selection(None if prev_topk is None else columns.from_hf(prev_topk), batch)
         out = self.attend(p, batch, columns.pool(latents.squeeze(1), rope.squeeze(1)), topk)
@@ -161,6 +165,7 @@ _ADVICE = {
     "dropout": "call model.eval()",
     "mask": "pass a 2D attention_mask",
     "attentions": "do not ask for output_attentions",
+    "packed": "pass packed sequences (position_ids that restart) without a cache, or the mask of a padded batch",
 }
 
 
