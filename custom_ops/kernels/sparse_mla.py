@@ -15,7 +15,6 @@ import triton.language as tl
 from compiled_dsa.custom_ops.kernels.common import (
     dot_precision,
     multiprocessors,
-    paged_slots,
     refuses_device,
     refuses_dot,
     refuses_dtype,
@@ -52,6 +51,19 @@ def refuses(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, 
 def _finite(maximum):
     """The value to subtract before exponentiating: 0 where nothing was seen, so that exp2(-inf - x) is 0, not NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def _slots(lanes, start, end, pages, BLOCK: tl.constexpr, PAGED: tl.constexpr):
+    """int32 slots of a block of lanes, negative for those past ``end`` and for ids outside the pool."""
+    lane = start + tl.arange(0, BLOCK)
+    if PAGED:
+        page = tl.load(lanes + lane // _PAGE, mask=lane < end, other=-1)
+        slot = page * _PAGE + lane % _PAGE
+    else:
+        slot = tl.load(lanes + lane, mask=lane < end, other=-1)
+        page = slot // _PAGE
+    return tl.where((page >= 0) & (page < pages), slot, -1)
 
 
 @triton.jit(do_not_specialize=["width", "pages"])
@@ -127,16 +139,15 @@ def _attend(
     maximum = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, L_PADDED], tl.float32)
+    slot_ahead = _slots(lanes, begin, end, pages, BLOCK, PAGED)
     for start in range(begin, end, BLOCK):
-        lane = start + tl.arange(0, BLOCK)
-        if PAGED:
-            slot = paged_slots(lanes, lane, lane < end, pages)
-        else:
-            slot = tl.load(lanes + lane, mask=lane < end, other=-1).to(tl.int64)
-        there = (slot >= 0) & (slot < pages.to(tl.int64) * _PAGE)
-        slot = tl.where(there, slot, 0)
+        slot = slot_ahead
+        # the ids of the next block are read a step ahead, so that its latents can be under way while this one is used
+        slot_ahead = _slots(lanes, start + BLOCK, end, pages, BLOCK, PAGED)
+        there = slot >= 0
+        slot = tl.where(there, slot, 0).to(tl.int64)
         # lanes that hold no token are not loaded: NaN in an unused slot stays there
-        loaded = there[:, None] & is_column
+        loaded = there[:, None] if L == L_PADDED else there[:, None] & is_column
         c = tl.load(latents + slot[:, None] * latents_slot + column[None, :], mask=loaded, other=0.0)
         if FP8:
             group = tl.arange(0, L_PADDED // GROUP)
@@ -228,22 +239,22 @@ class Tiling(NamedTuple):
 def tiling(T: int, H: int, L: int, width: int, dtype: torch.dtype, device: torch.device) -> Tiling:
     """How a call is cut, from shapes alone.
 
-    64 heads x 64 keys with 8 warps is the largest tile whose accumulator (L = 512) stays in registers. Calls of too few
-    rows for that take blocks of 32 heads, and then split the keys until the device is full. Exact fp32 dots run on the
-    ordinary units, unrolled, hence small tiles.
+    64 heads x 64 keys with 8 warps is the largest tile whose accumulator (L = 512) stays in registers; the keys are
+    split until the device is full. Where even that does not fill it, blocks of 32 heads do more in parallel (H200, one
+    row of 128 heads, K = 2048: 14 against 16 us). Exact fp32 dots run on the ordinary units, unrolled: small tiles.
     """
     L_padded = triton.next_power_of_2(L)
+    sms = multiprocessors(device)
     if dtype == torch.float32:
         heads, keys, warps, stages = 16, 16, 4, 1
     else:
-        sms = multiprocessors(device)
-        heads = min(64 if L_padded <= 512 else 32, max(16, triton.next_power_of_2(H)))
-        if T * triton.cdiv(H, heads) < sms:
-            heads = min(heads, 32)
         keys = max(16, min(64, 64 * 512 // L_padded))
-        warps, stages = (8 if heads == 64 or L_padded > 512 else 4), 2
+        heads = min(64 if L_padded <= 512 else 32, max(16, triton.next_power_of_2(H)))
+        if T * triton.cdiv(H, heads) * triton.cdiv(width, keys) < sms:
+            heads = min(heads, 32)
+        warps, stages = 8, 2 if heads == 64 else 1
     programs = T * triton.cdiv(H, heads)
-    splits = max(1, min(multiprocessors(device) // programs, triton.cdiv(width, keys), MAX_SPLITS))
+    splits = max(1, min(sms // programs, triton.cdiv(width, keys), MAX_SPLITS))
     return Tiling(heads, keys, warps, stages, splits)
 
 

@@ -272,6 +272,26 @@ def test_fault_f1_the_result_does_not_depend_on_the_budget(backend):
         assert torch.equal(run(backend, q, weights, pool, rows, 32, deterministic=True, budget=budget), large)
 
 
+@pytest.mark.parametrize("K", [16, 33, 100])
+def test_rows_longer_than_registers(backend, K, monkeypatch):
+    """Rows of 512 keys where 128 fit: shortlists that fit, shortlists that do not, and a row that no list shortens."""
+    if backend.provider == "triton":
+        from compiled_dsa.custom_ops.kernels import index_topk
+
+        monkeypatch.setattr(index_topk, "HELD_SCORES", 128)
+    values = torch.randn(4, 512, device=backend.device).relu()  # half of them tie
+    values[1, 100:500] = torch.nan
+    pool, table = scored_pool(values, 4, 8)
+    requests = torch.arange(4, dtype=torch.int32, device=backend.device)
+    visible = torch.tensor([512, 510, 130, 12], dtype=torch.int32, device=backend.device)
+    chosen = run(backend, *one_hot(4, backend.device), pool, (table, requests, visible), K, deterministic=True)
+    for t, n in enumerate(visible.tolist()):
+        row = values[t, :n]
+        order = row.nan_to_num(-1.0).sort(descending=True, stable=True).indices[: min(K, n)]
+        want = order[~row[order].isnan()] if n > K else torch.arange(n, device=row.device)
+        assert torch.equal(positions(chosen[t], table[t]), want.sort().values)
+
+
 @pytest.mark.gpu
 def test_fault_f1_peak_scratch_on_a_gpu():
     """64 rows x 8192 keys of one request (2 MiB of scores) within 1 MiB."""
