@@ -9,13 +9,15 @@ compiled together with everything around it runs without ``begin``; it then take
 count of columns is read back from the device when it is next asked for.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from compiled_dsa.batch import Batch
-from compiled_dsa.cache import LayerPools, PagePool, supports_fp8
+from compiled_dsa.batch import MAX_DECODE_TOKENS, Batch
+from compiled_dsa.cache import LayerPools, PagePool, check_cache_dtype, supports_fp8
 from compiled_dsa.config import DSAConfig
 from compiled_dsa.custom_ops.layout import FP8, PAGE
 from compiled_dsa.huggingface.masks import fit_columns
@@ -64,6 +66,10 @@ class PagedLayer(CacheLayerMixin):
     prefetch = offload
 
 
+def _cached_sizes(c: DSAConfig) -> tuple:
+    return c.kv_lora_rank, c.qk_rope_head_dim, c.index_head_dim, c.index_topk, c.index_format, c.index_shared
+
+
 class PagedCache(Cache):
     """A transformers cache of paged latents and index keys, for models after ``replace_attention``.
 
@@ -101,6 +107,11 @@ class PagedCache(Cache):
         for name, value in (("max_batch_size", max_batch_size), ("max_cache_len", max_cache_len)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}; it must be an integer of at least 1")
+        for name, value in (("latent_dtype", latent_dtype), ("index_dtype", index_dtype)):
+            if value is not None:
+                check_cache_dtype(name, value)
+        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+            raise ValueError(f"dtype={dtype}; it must be a model dtype")
         super().__init__(layers=[PagedLayer(self) for _ in self.layer_configs])
         self.max_batch_size = max_batch_size
         self.max_cache_len = max_cache_len
@@ -113,7 +124,9 @@ class PagedCache(Cache):
         self._padded = False  # some column so far was padding
         self._begun: bool | None = None  # skip_scores of the forward that begin() announced
         self._batch: Batch | None = None  # of the forward under way
+        self.decode_shaped = False  # the forward that begin() announced has few tokens a row
         self._device, self._dtype = device, dtype
+        self.serves: tuple | None = None  # the model and dtype that check_model last accepted
         if device is not None and dtype is not None:
             self.allocate(device, dtype)
 
@@ -142,6 +155,15 @@ class PagedCache(Cache):
         pools = [tensor for layer in self.pool.layers for tensor in layer.tensors()]
         for tensor in (self._length, self._kv_len, self._real, self.pool.page_table, *pools):
             torch._dynamo.mark_static_address(tensor)
+
+    def check_model(self, layer_configs: Sequence[DSAConfig], dtype: torch.dtype) -> None:
+        """Raises ValueError unless the cache can serve a model of these layers, whose hidden states have this dtype."""
+        if [_cached_sizes(c) for c in layer_configs] != [_cached_sizes(c) for c in self.layer_configs]:
+            raise ValueError("config of the PagedCache is not that of the model: layers or sizes of the caches differ")
+        for name, cached in zip(("latent_dtype", "index_dtype"), self._dtypes):
+            cached = cached or self._dtype or dtype
+            if cached not in (dtype, FP8):
+                raise ValueError(f"{name}={cached}; the model computes in {dtype}, so it must be that or {FP8}")
 
     # ---- what the host knows -------------------------------------------------------------------------------------
 
@@ -185,8 +207,11 @@ class PagedCache(Cache):
         if attention_mask is not None:
             attention_mask = self._checked_mask(attention_mask, batch_size, held, total)
         elif self._padded:
-            raise ValueError("attention_mask=None; the cache holds padding columns, so later steps must mask them too")
+            if not bool(self._real[:batch_size, :held].all()):
+                raise ValueError("attention_mask=None; the cache holds padding columns, later steps must mask them too")
+            self._padded = False  # what was padding has been cropped or reordered away
         self._begun = total <= self.index_topk
+        self.decode_shaped = query_length <= MAX_DECODE_TOKENS
         self._columns_before, self._columns, self._rows = held, total, batch_size
         return attention_mask
 
@@ -247,6 +272,20 @@ class PagedCache(Cache):
         past.copy_(batch.kv_len)
         self._length.add_(S)
         return batch
+
+    # ---- what a CUDA graph needs to know (graphs/full.py: GraphState) -----------------------------------------------
+
+    def advanced_tensors(self) -> list[Tensor]:
+        """The lengths. What a forward writes into the pools it writes again, in the same slots, when repeated."""
+        return [self._length, self._kv_len]
+
+    def trace_facts(self) -> bool | None:
+        """What the announced forward's trace depends on beside shapes: are scores skipped. None: nothing announced."""
+        return self._begun
+
+    def set_trace_facts(self, facts: bool | None) -> None:
+        """Announces the forward again, or with None takes note that a replay served it."""
+        self._begun = facts
 
     # ---- what generate() does between forwards -------------------------------------------------------------------
 

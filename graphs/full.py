@@ -1,0 +1,140 @@
+"""Full CUDA graphs: a whole call in one graph, captured once for each kind of call and then replayed."""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from compiled_dsa.graphs.buffers import STATE, StaticInputs, call_key
+
+WARM_UPS = 2  # compiling, and the work of first calls, must lie before the capture
+
+
+class GraphState(Protocol):
+    """What an argument offers whose tensors a call advances in place (a cache).
+
+    A warm-up must not advance it, a capture runs nothing on the device, and a replay runs no Python.
+    """
+
+    def advanced_tensors(self) -> list[Tensor]:
+        """The tensors that a call advances (lengths). What a call writes again in the same place need not be here."""
+
+    def trace_facts(self) -> Hashable:
+        """What the host knows of the coming call and its trace depends on; None when nothing was announced."""
+
+    def set_trace_facts(self, facts: Any) -> None:
+        """Announces the call again after a warm-up; None once a replay has served it."""
+
+
+@dataclass
+class FullGraphStats:
+    """Attributes:
+    captured: graphs captured.
+    replayed: calls served by a replay.
+    dropped: graphs given up, because their state is gone or too many were held.
+    """
+
+    captured: int = 0
+    replayed: int = 0
+    dropped: int = 0
+
+
+class CapturedCall:
+    """One graph: its static inputs and its outputs. It holds no reference to the state."""
+
+    def __init__(self, function: Callable, args: tuple, kwargs: dict, state: GraphState, pool, stream):
+        self._inputs = StaticInputs(args, kwargs, state)
+        self._graph = torch.cuda.CUDAGraph()
+        static_args, static_kwargs = self._inputs.call(args, kwargs)
+        facts = state.trace_facts()
+        saved = [tensor.clone() for tensor in state.advanced_tensors()]
+        try:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    function(*static_args, **static_kwargs)
+                    self._restore(state, facts, saved)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream):
+                outputs = function(*static_args, **static_kwargs)
+        finally:
+            self._restore(state, facts, saved)
+        leaves, self._spec = pytree.tree_flatten(outputs)
+        self._outputs = [STATE if leaf is state else leaf for leaf in leaves]
+
+    @staticmethod
+    def _restore(state: GraphState, facts: Any, saved: list[Tensor]) -> None:
+        for tensor, value in zip(state.advanced_tensors(), saved):
+            tensor.copy_(value)
+        state.set_trace_facts(facts)
+
+    def replay(self, args: tuple, kwargs: dict, state: GraphState) -> Any:
+        """The outputs of the call, as copies: the next replay of any graph of the pool overwrites the graph's own."""
+        self._inputs.fill(args, kwargs, state)
+        self._graph.replay()
+        state.set_trace_facts(None)
+        leaves = [
+            state if leaf is STATE else leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._outputs
+        ]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+class FullGraphs:
+    """Runs a compiled callable through CUDA graphs, one for each kind of call; all share one memory pool.
+
+    A graph reads and writes the tensors of the state that it was captured with, and is dropped with it.
+
+    Args:
+        function: the compiled callable. A call must not synchronise with the host.
+        max_graphs: graphs held at most; the one unused longest is dropped first.
+    """
+
+    def __init__(self, function: Callable, *, max_graphs: int = 32):
+        self.function, self.max_graphs = function, max_graphs
+        self.stats = FullGraphStats()
+        self._graphs: OrderedDict[tuple, CapturedCall] = OrderedDict()
+        self._states: set[int] = set()
+        self._pool: Any = None
+        self._stream: Any = None
+
+    def __call__(self, state: GraphState, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of ``function(*args, **kwargs)``, where ``state`` is one of the arguments."""
+        key = (id(state), state.trace_facts(), call_key(args, kwargs, state))
+        captured = self._graphs.get(key)
+        if captured is None:
+            captured = self._capture(key, state, args, kwargs)
+        self._graphs.move_to_end(key)
+        self.stats.replayed += 1
+        return captured.replay(args, kwargs, state)
+
+    def _capture(self, key: tuple, state: GraphState, args: tuple, kwargs: dict) -> CapturedCall:
+        if self._pool is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        captured = CapturedCall(self.function, args, kwargs, state, self._pool, self._stream)
+        if id(state) not in self._states:
+            self._states.add(id(state))
+            weakref.finalize(state, _forget, weakref.ref(self), id(state))
+        self._graphs[key] = captured
+        self.stats.captured += 1
+        if len(self._graphs) > self.max_graphs:
+            self._graphs.popitem(last=False)
+            self.stats.dropped += 1
+        return captured
+
+    def forget(self, state_id: int) -> None:
+        """Drops the graphs of a state."""
+        self._states.discard(state_id)
+        for key in [key for key in self._graphs if key[0] == state_id]:
+            del self._graphs[key]
+            self.stats.dropped += 1
+
+
+def _forget(runner: "weakref.ref[FullGraphs]", state_id: int) -> None:
+    alive = runner()
+    if alive is not None:
+        alive.forget(state_id)
