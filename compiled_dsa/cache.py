@@ -39,6 +39,12 @@ class LayerPools:
         return [self.latents] if self.index_keys is None else [self.latents, self.index_keys]
 
 
+def check_cache_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raises ValueError unless a pool may have this dtype."""
+    if not dtype.is_floating_point or (dtype.itemsize == 1 and dtype != FP8):
+        raise ValueError(f"{name}={dtype}; it must be a model dtype or torch.float8_e4m3fn")
+
+
 def supports_fp8(device: torch.device | str) -> bool:
     """True for GPUs whose tensor cores take e4m3 (compute capability 8.9 and later)."""
     device = torch.device(device)
@@ -76,9 +82,8 @@ class PagePool:
                 raise ValueError(f"{name}={value}; it must be at least 1")
         if num_pages * PAGE > torch.iinfo(torch.int32).max:
             raise ValueError(f"num_pages={num_pages}; physical slots are int32, so at most {2**31 // PAGE - 1} pages")
-        for name, dtype in (("latent_dtype", latent_dtype), ("index_dtype", index_dtype)):
-            if not dtype.is_floating_point or (dtype.itemsize == 1 and dtype != FP8):
-                raise ValueError(f"{name}={dtype}; it must be a model dtype or torch.float8_e4m3fn")
+        check_cache_dtype("latent_dtype", latent_dtype)
+        check_cache_dtype("index_dtype", index_dtype)
         self.max_len = max_len
         self.layers = [LayerPools.allocate(c, num_pages, latent_dtype, index_dtype, device) for c in configs]
         self.page_table = torch.full((max_requests, -(-max_len // PAGE)), -1, dtype=torch.int32, device=device)

@@ -32,7 +32,7 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
 
     Parameters, their names, hooks and saved checkpoints stay as they are. The model then works with ``PagedCache``,
     with transformers' own Dynamic and Static caches and without a cache. Calls that the ops cannot serve (gradients,
-    dropout, masks over queries and keys, packed sequences, requested attention weights) run transformers' own forward
+    dropout, masks over queries and keys, packed sequences, requested attention weights, autocast) run transformers' own forward
     and are counted in ``model.dsa_stats``; with a PagedCache they are a ValueError.
 
     A second call changes nothing.
@@ -72,6 +72,10 @@ def _begin_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]):
     if not isinstance(cache, PagedCache):
         return None
     _refuse_stock_forward(model, arguments)
+    if cache.serves != (id(model.dsa_stats), model.dtype):  # a walk over all modules, so not at every step
+        layers = [m.dsa_config for m in model.modules() if isinstance(m, DSAAttentionMixin)]
+        cache.check_model(layers, model.dtype)
+        cache.serves = id(model.dsa_stats), model.dtype
     tokens = arguments.get("input_ids")
     tokens = tokens if tokens is not None else arguments["inputs_embeds"]
     mask = arguments.get("attention_mask")
@@ -88,10 +92,12 @@ def _refuse_stock_forward(model: PreTrainedModel, arguments: dict[str, Any]) -> 
     """Raises before the cache notes anything when the call would need transformers' own forward."""
     embeds = arguments.get("inputs_embeds")
     module = next(m for m in model.modules() if isinstance(m, DSAAttentionMixin))
-    hidden = torch.empty(0) if embeds is None else embeds
+    hidden = torch.empty(0, device=model.device) if embeds is None else embeds
     mask = arguments.get("attention_mask")
     mask = next(iter(mask.values())) if isinstance(mask, dict) else mask
     module.refuse_stock(module.stock_reason(hidden, mask, arguments))
+    if torch.is_grad_enabled() and any(p.requires_grad for p in model.base_model.parameters()):
+        module.refuse_stock("gradients")  # of any layer, not of the first only
     positions = arguments.get("position_ids")
     if mask is None and positions is not None and positions.shape[-1] > 1 and bool((positions.diff() <= 0).any()):
         module.refuse_stock("packed")

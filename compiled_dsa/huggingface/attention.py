@@ -112,6 +112,8 @@ class DSAAttentionMixin(SparseAttention):
             return "mask"
         if wants_weights(self, kwargs):
             return "attentions"
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            return "autocast"  # one op's arguments would come in several dtypes
         return None
 
     def _stock_forward(
@@ -165,6 +167,7 @@ _ADVICE = {
     "dropout": "call model.eval()",
     "mask": "pass a 2D attention_mask",
     "attentions": "do not ask for output_attentions",
+    "autocast": "convert the model instead, as with model.to(torch.bfloat16)",
     "packed": "pass packed sequences (position_ids that restart) without a cache, or the mask of a padded batch",
 }
 

@@ -192,6 +192,16 @@ def test_attention_dropout(pairs):
         assert pair.ours.dsa_stats.calls == 3
 
 
+@pytest.mark.parametrize("use_cache", [False, True], ids=["no-cache", "dynamic"])
+def test_autocast(fresh_pair, use_cache):
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        want, got = (m(prompt(2, 24), use_cache=use_cache).logits for m in (fresh_pair.stock, fresh_pair.ours))
+        with pytest.raises(ValueError, match="autocast: .* convert the model instead"):
+            fresh_pair.ours(prompt(2, 24), past_key_values=PagedCache(fresh_pair.config, 2, 32))
+    assert torch.equal(got, want)
+    assert fresh_pair.ours.dsa_stats.stock_calls == {"autocast": 3}
+
+
 def test_ops_and_stock_forward_share_a_stock_cache(fresh_pair):
     """Steps that ran on the ops and steps that ran the stock forward read each other's keys: same content and order."""
     ids = prompt(2, 36)
@@ -257,3 +267,17 @@ def test_paged_cache_refuses_before_anything_is_written(fresh_pair, reason, held
         got = model(ids, past_key_values=cache).logits
         want = fresh_pair.stock(torch.cat([first, ids], 1), use_cache=False).logits[:, held:]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_paged_cache_refuses_gradients_of_any_layer(fresh_pair, layer):
+    """Before the layers below the trained one have written."""
+    cache = PagedCache(fresh_pair.config, 2, 64, device="cpu", dtype=torch.float32)
+    for name, parameter in fresh_pair.ours.named_parameters():
+        parameter.requires_grad_(f"layers.{layer}.self_attn.q_a_proj" in name)
+    with pytest.raises(ValueError, match="gradients: .* torch.no_grad"):
+        fresh_pair.ours(prompt(2, 24), past_key_values=cache)
+    assert cache.get_seq_length() == 0 and not cache.pool.layers[0].latents.any()
+    with torch.no_grad():
+        got = fresh_pair.ours(prompt(2, 24), past_key_values=cache).logits
+    torch.testing.assert_close(got, fresh_pair.stock(prompt(2, 24)).logits, rtol=1e-4, atol=1e-4)

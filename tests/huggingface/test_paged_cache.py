@@ -1,0 +1,451 @@
+"""PagedCache: what it holds after every call, and that a refused call changes nothing."""
+
+import copy
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, StaticCache
+
+from compiled_dsa import compile_model
+from compiled_dsa.huggingface import PagedCache
+from tests.huggingface.tiny_models import MODEL_TYPES, Pair, left_padding, make_pair, prompt, tiny_config
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # logits of about unit size after a few hundred fp32 roundings
+FP8 = torch.float8_e4m3fn
+
+
+def pool_bytes(cache: PagedCache) -> list[Tensor]:
+    if cache.pool is None:
+        return []
+    return [t.clone().view(torch.uint8) for layer in cache.pool.layers for t in layer.tensors()]
+
+
+@dataclass
+class Conversation:
+    """Feeds tokens to a converted model with a PagedCache, and checks each step against the stock model's logits for
+    all tokens so far. ``ids`` and ``mask`` are what the cache should hold."""
+
+    pair: Pair
+    cache: PagedCache
+    ids: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
+    mask: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
+    step: int = 0
+
+    def feed(self, batch_size: int, length: int, mask: Tensor | None = None) -> None:
+        self.step += 1
+        ids = prompt(batch_size, length, seed=self.step)
+        mask = torch.ones_like(ids) if mask is None else mask
+        held = self.ids.shape[1]
+        self.ids = torch.cat([self.ids, ids], 1) if held else ids
+        self.mask = torch.cat([self.mask, mask], 1) if held else mask
+        positions = torch.arange(held, held + length).expand(batch_size, -1)
+        argument = None if self.mask.all() else self.mask
+        with torch.no_grad():
+            got = self.pair.ours(ids, attention_mask=argument, position_ids=positions, past_key_values=self.cache)
+            want = self.pair.stock(self.ids, attention_mask=argument, use_cache=False).logits[:, held:]
+        real = mask.bool()
+        torch.testing.assert_close(got.logits[real], want[real], **CLOSE)
+        assert not got.logits.isnan().any()
+        assert self.cache.get_seq_length() == self.ids.shape[1]
+
+    def rows(self, indices: Tensor) -> None:
+        self.ids, self.mask = self.ids[indices], self.mask[indices]
+
+    def crop(self, removed: int) -> None:
+        self.cache.crop(-removed)
+        kept = self.ids.shape[1] - removed
+        self.ids, self.mask = self.ids[:, :kept], self.mask[:, :kept]
+
+
+def talk(pair: Pair, max_batch_size: int = 3, max_cache_len: int = 100, **options) -> Conversation:
+    return Conversation(pair, PagedCache(pair.config, max_batch_size, max_cache_len, **options))
+
+
+# ---- what it holds ---------------------------------------------------------------------------------------------------
+
+
+def test_steps_of_all_sizes(pair):
+    conversation = talk(pair)
+    for length in (1, 5, 30, 1, 1, 9, 40, 13):
+        conversation.feed(2, length)
+
+
+def masks_with(zeros: list[tuple[int, int]], length: int) -> Tensor:
+    mask = torch.ones(2, length, dtype=torch.int64)
+    for row, column in zeros:
+        mask[row, column] = 0
+    return mask
+
+
+@pytest.mark.parametrize(
+    "zeros",
+    [
+        [(0, c) for c in range(9)],
+        [(1, c) for c in range(20, 30)],
+        [(0, 4), (0, 5), (0, 17), (1, 28), (1, 2)],
+        [(0, 0), (0, 29), (1, 13), (1, 14)],
+    ],
+    ids=["left", "right", "holes", "both ends"],
+)
+def test_padding_anywhere(pair, zeros):
+    """Padding takes no slot, the rows go on after it, and a later step may have padding of its own."""
+    conversation = talk(pair)
+    conversation.feed(2, 30, masks_with(zeros, 30))
+    for length in (1, 9):
+        conversation.feed(2, length)
+    conversation.feed(2, 4, masks_with([(0, 2), (0, 3), (1, 0)], 4))
+    conversation.feed(2, 1, masks_with([(1, 0)], 1))
+    conversation.feed(2, 20)
+
+
+def test_padding_that_begins_later(pair):
+    conversation = talk(pair)
+    conversation.feed(2, 18)
+    conversation.feed(2, 5, masks_with([(0, 3), (0, 4)], 5))
+    conversation.feed(2, 2)
+
+
+def test_a_row_of_padding_only_harms_no_other(pair):
+    conversation = talk(pair)
+    conversation.feed(2, 20, masks_with([(0, c) for c in range(20)], 20))
+    conversation.feed(2, 3)
+
+
+def test_padded_rows_take_the_slots_of_real_tokens_only(pair):
+    cache = PagedCache(pair.config, 2, 100)
+    with torch.no_grad():
+        pair.ours(prompt(2, 24), attention_mask=left_padding(2, 24), past_key_values=cache)
+    latents = cache.pool.layers[0].latents.flatten(0, 1)
+    written = [int((latents[page * 64 : page * 64 + 64] != 0).any(-1).sum()) for page in cache.pool.page_table[:, 0]]
+    assert written == left_padding(2, 24).sum(1).tolist() == [21, 24]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("removed", [1, 6, 27, 30])
+def test_crop(pair, padded, removed):
+    conversation = talk(pair)
+    conversation.feed(2, 30, masks_with([(0, 0), (0, 1), (1, 25), (1, 26)], 30) if padded else None)
+    conversation.crop(0)
+    assert conversation.cache.get_seq_length() == 30
+    conversation.crop(removed)
+    assert conversation.cache.get_seq_length() == 30 - removed
+    conversation.feed(2, 3)
+    conversation.feed(2, 20)
+
+
+def test_cropping_the_only_padding_away(pair):
+    """After it a mask is no longer needed."""
+    conversation = talk(pair)
+    conversation.feed(2, 20)
+    conversation.feed(2, 4, masks_with([(0, 3)], 4))
+    conversation.crop(4)
+    conversation.feed(2, 5)
+
+
+@pytest.mark.parametrize("order", [[1, 0], [0, 0], [1, 1]])
+def test_reorder(pair, order):
+    conversation = talk(pair)
+    conversation.feed(2, 70, masks_with([(0, c) for c in range(3)], 70))
+    order = torch.tensor(order)
+    conversation.cache.reorder_cache(order)
+    conversation.rows(order)
+    conversation.feed(2, 1)
+    conversation.feed(2, 12)
+
+
+def test_repeat_and_select_rows(pair):
+    conversation = talk(pair, max_batch_size=6)
+    conversation.feed(2, 22, masks_with([(1, 0), (1, 1)], 22))
+    conversation.cache.batch_repeat_interleave(3)
+    conversation.rows(torch.tensor([0, 0, 0, 1, 1, 1]))
+    conversation.feed(6, 2)
+    conversation.cache.batch_select_indices(torch.tensor([5, 0, 2]))
+    conversation.rows(torch.tensor([5, 0, 2]))
+    conversation.feed(3, 2)
+
+
+def test_reset_allows_another_batch(pair):
+    cache = PagedCache(pair.config, 3, 64)
+    for batch_size in (3, 1, 2):
+        conversation = Conversation(pair, cache)
+        conversation.feed(batch_size, 25, left_padding(batch_size, 25))
+        conversation.feed(batch_size, 2)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+
+
+def test_a_copy_goes_its_own_way(pair):
+    """One prompt, several continuations: the recipe of transformers with ``copy.deepcopy(prompt_cache)``."""
+    conversation = talk(pair)
+    conversation.feed(2, 20)
+    other = Conversation(pair, copy.deepcopy(conversation.cache), conversation.ids, conversation.mask, step=5)
+    for length in (1, 3):
+        conversation.feed(2, length)
+        other.feed(2, length)
+    assert other.cache.pool.page_table.data_ptr() != conversation.cache.pool.page_table.data_ptr()
+
+
+def test_two_caches_with_one_model(pair):
+    first, second = talk(pair), talk(pair, max_cache_len=64)
+    first.feed(2, 20)
+    second.feed(1, 30)
+    first.feed(2, 1)
+    second.feed(1, 1)
+
+
+def test_pools_keep_their_addresses(pair):
+    conversation = talk(pair, device="cpu", dtype=torch.float32)
+    cache = conversation.cache
+    pools = [t.data_ptr() for layer in cache.pool.layers for t in layer.tensors()]
+    conversation.feed(2, 20)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    conversation.crop(3)
+    cache.reset()
+    assert [t.data_ptr() for layer in cache.pool.layers for t in layer.tensors()] == pools
+
+
+def test_sizes_and_layers(pair):
+    cache = PagedCache(pair.config, 3, 100, device="cpu", dtype=torch.bfloat16)
+    assert len(cache) == 3 and cache.layers[0].get_max_length() == 100 and cache.is_compileable
+    shared = [c.index_shared for c in cache.layer_configs]
+    assert [p.index_keys is None for p in cache.pool.layers] == shared
+    assert cache.pool.layers[0].latents.shape == (6, 64, 32 + 8)  # two pages for 100 tokens, latent 32 and rope 8
+    assert cache.pool.layers[0].index_keys.shape == (6, 64, 32)
+    assert {t.dtype for layer in cache.pool.layers for t in layer.tensors()} == {torch.bfloat16}
+
+
+def test_a_cache_of_one_column(pair):
+    conversation = talk(pair, max_batch_size=1, max_cache_len=1)
+    conversation.feed(1, 1)
+    with pytest.raises(ValueError, match="max_cache_len=1"):
+        conversation.feed(1, 1)
+
+
+# ---- fp8 -------------------------------------------------------------------------------------------------------------
+
+
+def test_fp8_pools_have_the_fp8_layout(pair):
+    cache = PagedCache(pair.config, 2, 64, latent_dtype=FP8, index_dtype=FP8, device="cpu", dtype=torch.float32)
+    assert cache.pool.layers[0].latents.shape == (2, 64, 32 + 4 + 16)
+    assert cache.pool.layers[0].index_keys.shape == (2, 64 * 32 + 256)
+
+
+@pytest.mark.parametrize("index_topk", [16, 64], ids=["sparse", "everything selected"])
+@pytest.mark.parametrize("dtypes", [(FP8, None), (None, FP8), (FP8, FP8)], ids=["latents", "index", "both"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_fp8_stays_close(model_type, dtypes, index_topk):
+    """e4m3 has 3 mantissa bits: relative rounding errors up to 2^-4, 2^-4/sqrt(3) rms, in each of 3 layers. Where the
+    choice is free, keys of nearly equal scores change places besides."""
+    latent_dtype, index_dtype = dtypes
+    pair = make_pair(model_type, index_topk=index_topk, first_k_dense_replace=3)  # a router's choices would flip
+    ids = prompt(2, 60)
+    with torch.no_grad():
+        want = pair.stock(ids, use_cache=False).logits
+        cache = PagedCache(pair.config, 2, 64, latent_dtype=latent_dtype, index_dtype=index_dtype)
+        got = torch.cat([pair.ours(part, past_key_values=cache).logits for part in ids.split([40, 5, 1, 14], 1)], 1)
+    error = (got - want).norm(dim=-1) / want.norm(dim=-1).mean()
+    all_selected = error[:, :index_topk].mean()
+    if latent_dtype is None:
+        assert all_selected < 1e-5
+    else:
+        assert 1e-4 < all_selected < 3**0.5 * 2**-4
+    if index_topk == 16:
+        assert 1e-4 < error[:, 16:].mean() < 0.3
+
+
+def test_fp8_generates(pair):
+    options = {"do_sample": False, "max_new_tokens": 6, "num_beams": 2}
+    cache = PagedCache(pair.config, 4, 64, latent_dtype=FP8, index_dtype=FP8)
+    got = pair.ours.generate(prompt(2, 24), past_key_values=cache, **options)
+    assert got.shape == (2, 30)
+    assert torch.equal(pair.ours.generate(prompt(2, 24), past_key_values=_reset(cache), **options), got)
+
+
+def _reset(cache: PagedCache) -> PagedCache:
+    cache.reset()
+    return cache
+
+
+# ---- what it refuses -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((0, 64), {}, "max_batch_size=0; it must be an integer of at least 1"),
+        ((-1, 64), {}, "max_batch_size=-1"),
+        ((2.0, 64), {}, "max_batch_size=2.0"),
+        ((2, 0), {}, "max_cache_len=0"),
+        ((2, "64"), {}, "max_cache_len='64'"),
+        ((2, 64), {"latent_dtype": torch.int8}, "latent_dtype=torch.int8; it must be a model dtype or"),
+        ((2, 64), {"index_dtype": torch.float8_e5m2}, "index_dtype=torch.float8_e5m2"),
+        ((2, 64), {"dtype": torch.int64}, "dtype=torch.int64"),
+        ((2, 64), {"dtype": FP8}, "dtype=torch.float8_e4m3fn; it must be a model dtype"),
+    ],
+)
+def test_constructor_arguments(pair, arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        PagedCache(pair.config, *arguments, **options)
+
+
+def test_constructor_with_another_model():
+    with pytest.raises(ValueError, match="model_type='llama' is not supported"):
+        PagedCache(LlamaConfig(), 1, 64)
+
+
+def compiled(pair: Pair) -> Pair:
+    return Pair(pair.stock, compile_model(copy.deepcopy(pair.ours), backend="eager"))
+
+
+def too_long(c: Conversation) -> None:
+    c.pair.ours(prompt(2, 81), past_key_values=c.cache)
+
+
+def too_many_rows(c: Conversation) -> None:
+    c.pair.ours(prompt(4, 2), past_key_values=c.cache)
+
+
+def other_rows(c: Conversation) -> None:
+    c.pair.ours(prompt(3, 2), past_key_values=c.cache)
+
+
+def earlier_columns_masked(c: Conversation) -> None:
+    mask = torch.ones(2, 22, dtype=torch.int64)
+    mask[1, 7] = 0
+    c.pair.ours(prompt(2, 2), attention_mask=mask, past_key_values=c.cache)
+
+
+def mask_of_the_new_columns_only(c: Conversation) -> None:
+    c.pair.ours(prompt(2, 2), attention_mask=torch.ones(2, 2), past_key_values=c.cache)
+
+
+def mask_of_other_rows(c: Conversation) -> None:
+    c.pair.ours(prompt(2, 2), attention_mask=torch.ones(3, 22), past_key_values=c.cache)
+
+
+def generate_too_long(c: Conversation) -> None:
+    c.pair.ours.generate(torch.cat([c.ids, prompt(2, 81)], 1), past_key_values=c.cache, max_new_tokens=2)
+
+
+def crop_too_much(c: Conversation) -> None:
+    c.cache.crop(-21)
+
+
+def crop_to_a_length(c: Conversation) -> None:
+    c.cache.crop(5)
+
+
+def too_many_beams(c: Conversation) -> None:
+    c.cache.batch_repeat_interleave(2)
+
+
+def stock_model(c: Conversation) -> None:
+    c.pair.stock(prompt(2, 2), past_key_values=c.cache)
+
+
+REFUSED_CALLS = {
+    too_long: r"20 \+ 81 tokens do not fit max_cache_len=100",
+    generate_too_long: "tokens do not fit max_cache_len=100",
+    too_many_rows: "batch size 4 does not fit max_batch_size=3",
+    other_rows: r"batch size 3; the cache holds 2 rows, call reset\(\) first",
+    earlier_columns_masked: "attention_mask changes columns that are already cached",
+    mask_of_the_new_columns_only: r"attention_mask has shape \(2, 2\); with PagedCache it must be \[2, 22\]",
+    mask_of_other_rows: r"attention_mask has shape \(3, 22\)",
+    crop_too_much: "tokens_to_remove=-21; it must be between -20 and 0",
+    crop_to_a_length: "tokens_to_remove=5; it must be between -20 and 0",
+    too_many_beams: "4 rows do not fit max_batch_size=3",
+    stock_model: "this model's attention is stock",
+}
+
+
+def refused_and_unchanged(conversation: Conversation, call, message: str) -> None:
+    cache = conversation.cache
+    before, held = pool_bytes(cache), cache.get_seq_length()
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        call(conversation)
+    assert cache.get_seq_length() == held
+    assert all(map(torch.equal, before, pool_bytes(cache)))
+    conversation.feed(2, 3)
+
+
+@pytest.mark.parametrize("call", REFUSED_CALLS, ids=lambda f: f.__name__)
+def test_refused_calls_change_nothing(pair, call):
+    conversation = talk(pair)
+    conversation.feed(2, 20)
+    refused_and_unchanged(conversation, call, REFUSED_CALLS[call])
+
+
+@pytest.mark.parametrize("call", [too_long, generate_too_long], ids=lambda f: f.__name__)
+def test_too_long_for_an_empty_cache(pair, call):
+    conversation = talk(pair, max_cache_len=80)
+    conversation.ids = torch.zeros(2, 0, dtype=torch.int64)
+    refused_and_unchanged(conversation, call, "0 .* 81 tokens do not fit max_cache_len=80")
+
+
+def mask_dropped(c: Conversation) -> None:
+    c.pair.ours(prompt(2, 2), past_key_values=c.cache)
+
+
+def padding_unmasked(c: Conversation) -> None:
+    c.pair.ours(prompt(2, 2), attention_mask=torch.ones(2, 22), past_key_values=c.cache)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [(mask_dropped, "attention_mask=None; the cache holds padding"), (padding_unmasked, "changes columns")],
+)
+def test_padding_must_stay_masked(pair, call, message):
+    conversation = talk(pair)
+    conversation.feed(2, 20, left_padding(2, 20))
+    refused_and_unchanged(conversation, call, message)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_refused_calls_of_a_compiled_model():
+    pair = compiled(make_pair("glm_moe_dsa", num_hidden_layers=2))
+    conversation = talk(pair, device="cpu", dtype=torch.float32)
+    conversation.feed(2, 20)
+    for call in (too_long, too_many_rows, other_rows, earlier_columns_masked, mask_of_the_new_columns_only):
+        conversation.cache.crop(20 - conversation.cache.get_seq_length())
+        conversation.ids, conversation.mask = conversation.ids[:, :20], conversation.mask[:, :20]
+        refused_and_unchanged(conversation, call, REFUSED_CALLS[call])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_dtype_of_another_model(pair, dtype):
+    cache = PagedCache(pair.config, 2, 64, dtype=dtype)
+    with torch.no_grad(), pytest.raises(ValueError, match=f"latent_dtype={dtype}; the model computes in torch.float32"):
+        pair.ours(prompt(2, 20), past_key_values=cache)
+    assert cache.get_seq_length() == 0 and cache.pool is None
+
+
+def test_a_cache_of_another_config(pairs):
+    for config in (
+        tiny_config("axk2", num_hidden_layers=2),
+        tiny_config("axk2", kv_lora_rank=36),
+        tiny_config("axk2", index_topk=17),
+        tiny_config("glm_moe_dsa"),
+    ):
+        cache = PagedCache(config, 2, 64)
+        with torch.no_grad(), pytest.raises(ValueError, match="is not that of the model"):
+            pairs["axk2"].ours(prompt(2, 20), past_key_values=cache)
+        assert cache.get_seq_length() == 0
+
+
+def test_offloading_is_refused(pair):
+    cache = PagedCache(pair.config, 2, 64)
+    for call in (cache.layers[0].offload, cache.layers[0].prefetch):
+        with pytest.raises(ValueError, match="PagedCache cannot be offloaded"):
+            call()
+
+
+@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
+def test_stock_caches_made_by_hand(pair, cache):
+    options = {"max_cache_len": 64} if cache is StaticCache else {}
+    held = cache(config=pair.config, **options)
+    with torch.no_grad():
+        ids = prompt(2, 30)
+        got = torch.cat([pair.ours(part, past_key_values=held).logits for part in ids.split([20, 1, 9], 1)], 1)
+        torch.testing.assert_close(got, pair.stock(ids, use_cache=False).logits, **CLOSE)
