@@ -32,7 +32,7 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
 
     Parameters, their names, hooks and saved checkpoints stay as they are. The model then works with ``PagedCache``,
     with transformers' own Dynamic and Static caches and without a cache. Calls that the ops cannot serve (gradients,
-    dropout, masks over queries and keys, packed sequences, requested attention weights, autocast) run transformers' own forward
+    dropout, masks over queries and keys, packed sequences, requested attention weights, autocast) run its own forward
     and are counted in ``model.dsa_stats``; with a PagedCache they are a ValueError.
 
     A second call changes nothing.
