@@ -276,9 +276,10 @@ def test_fault_f1_the_result_does_not_depend_on_the_budget(backend):
 def test_rows_longer_than_registers(backend, K, monkeypatch):
     """Rows of 512 keys where 128 fit: shortlists that fit, shortlists that do not, and a row that no list shortens."""
     if backend.provider == "triton":
-        from compiled_dsa.custom_ops.kernels import index_topk
+        from compiled_dsa.custom_ops.kernels import select
 
-        monkeypatch.setattr(index_topk, "HELD_SCORES", 128)
+        monkeypatch.setattr(select, "HELD_SCORES", 128)
+        monkeypatch.setattr(select, "SHORT_SEGMENT", 128)
     values = torch.randn(4, 512, device=backend.device).relu()  # half of them tie
     values[1, 100:500] = torch.nan
     pool, table = scored_pool(values, 4, 8)
