@@ -37,7 +37,7 @@ SMALL_MLP = {
 }
 CONTEXT = 8192
 BYTES_PER_US, BF16_FLOP_PER_US, FP8_FLOP_PER_US = 4.22e6, 750e6, 1275e6  # measured on an H200
-REPEATS = 20
+REPEATS, SECONDS = 20, 1.0  # of one measurement, whichever ends it first
 
 
 def measure(args, console) -> int:
@@ -209,12 +209,12 @@ def decode_step(name: str, model, batch: int, context: int) -> Callable[[], None
 
 
 def median_us(run: Callable[[], None]) -> float | None:
-    """Median of REPEATS runs after warm-up, in microseconds; None when the GPU's memory does not hold the run."""
+    """Median of the runs after warm-up, in microseconds; None when the GPU's memory does not hold the run."""
     times = []
     try:
         for _ in range(3):
             run()
-        for _ in range(REPEATS):
+        while len(times) < REPEATS and sum(times) < SECONDS * 1e6:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             run()
@@ -261,7 +261,7 @@ def limit_us(config, case: str, batch: int, tokens: int) -> float:
 
 
 def record(args, config, case, batch, tokens, times, accuracy) -> dict:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    checkout = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
     return {
         "case": f"{args.model} {case} {batch} x {tokens}",
         "sizes": {
@@ -281,7 +281,7 @@ def record(args, config, case, batch, tokens, times, accuracy) -> dict:
             "transformers": transformers.__version__,
             "gpu": torch.cuda.get_device_name(),
         },
-        "commit": args.commit or commit,
+        "commit": args.commit or checkout.stdout.strip() or "unknown",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 

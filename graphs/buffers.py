@@ -10,12 +10,35 @@ from torch.utils import _pytree as pytree
 STATE = "<state>"  # stands for the object whose tensors the call advances; it must not be kept alive by a graph
 
 
-def describe(leaf: Any, state: Any) -> Hashable:
-    """What must not change between capture and replay: shape, strides and dtype of a tensor, or the value itself."""
+class Call:
+    """The arguments of one call, taken apart.
+
+    Attributes:
+        leaves: tensors and other values, in the order of ``spec``.
+        described: of each leaf, what must not change between capture and replay: shape, strides, dtype and device of a
+            tensor, ``STATE`` for the state, else the value itself.
+    """
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any], state: Any):
+        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.described = tuple(_describe(leaf, state) for leaf in self.leaves)
+
+    @property
+    def key(self) -> Hashable:
+        """Two calls share it when one captured graph can serve both."""
+        return str(self.spec), self.described
+
+    def names(self) -> list[str]:
+        """How each leaf is reached in ``(args, kwargs)``."""
+        paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(self.leaves, self.spec))
+        return [pytree.keystr(path) for path, _ in paths]
+
+
+def _describe(leaf: Any, state: Any) -> Hashable:
     if leaf is state:
         return STATE
     if isinstance(leaf, Tensor):
-        return (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
     try:
         hash(leaf)
     except TypeError:
@@ -23,40 +46,30 @@ def describe(leaf: Any, state: Any) -> Hashable:
     return leaf
 
 
-def call_key(args: tuple, kwargs: dict[str, Any], state: Any) -> Hashable:
-    """A key that two calls share when one captured graph can serve both."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    return str(spec), tuple(describe(leaf, state) for leaf in leaves)
-
-
 class StaticInputs:
     """Copies of the tensors of one call, at addresses that stay."""
 
-    def __init__(self, args: tuple, kwargs: dict[str, Any], state: Any):
-        paths, self._spec = pytree.tree_flatten_with_path((args, kwargs))
-        leaves = [leaf for _, leaf in paths]
-        self._names = [pytree.keystr(path) for path, _ in paths]
-        self._expected = [describe(leaf, state) for leaf in leaves]
-        self._tensors = [leaf.clone() if isinstance(leaf, Tensor) else None for leaf in leaves]
+    def __init__(self, call: Call):
+        self._spec, self._described = call.spec, call.described
+        self._tensors = [leaf.clone() if isinstance(leaf, Tensor) else None for leaf in call.leaves]
 
-    def call(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments with their tensors replaced by the static ones."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        static = [leaf if held is None else held for leaf, held in zip(leaves, self._tensors)]
+    def arguments(self, call: Call) -> tuple[tuple, dict[str, Any]]:
+        """(args, kwargs) of the call with its tensors replaced by the static ones."""
+        static = [leaf if held is None else held for leaf, held in zip(call.leaves, self._tensors)]
         return pytree.tree_unflatten(static, self._spec)
 
-    def fill(self, args: tuple, kwargs: dict[str, Any], state: Any) -> None:
+    def fill(self, call: Call) -> None:
         """Copies the tensors of another call in.
 
         Raises:
             ValueError: an input differs from the captured one in more than a tensor's values; names it and both.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self._spec:
-            raise ValueError(f"the call has structure {spec}; the graph was captured with {self._spec}")
-        for name, leaf, expected in zip(self._names, leaves, self._expected):
-            if describe(leaf, state) != expected:
-                raise ValueError(f"input {name} is {describe(leaf, state)}; the graph was captured with {expected}")
-        pairs = [(held, leaf) for held, leaf in zip(self._tensors, leaves) if held is not None]
+        if call.spec != self._spec:
+            raise ValueError(f"the call has structure {call.spec}; the graph was captured with {self._spec}")
+        if call.described != self._described:
+            for name, given, captured in zip(call.names(), call.described, self._described):
+                if given != captured:
+                    raise ValueError(f"input {name} is {given}; the graph was captured with {captured}")
+        pairs = [(held, leaf) for held, leaf in zip(self._tensors, call.leaves) if held is not None]
         if pairs:
             torch._foreach_copy_([held for held, _ in pairs], [leaf for _, leaf in pairs])

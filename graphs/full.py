@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from compiled_dsa.graphs.buffers import STATE, StaticInputs, call_key
+from compiled_dsa.graphs.buffers import STATE, Call, StaticInputs
+from compiled_dsa.graphs.torch_compat import release_generator
 
 WARM_UPS = 2  # compiling, and the work of first calls, must lie before the capture
 
@@ -47,10 +48,10 @@ class FullGraphStats:
 class CapturedCall:
     """One graph: its static inputs and its outputs. It holds no reference to the state."""
 
-    def __init__(self, function: Callable, args: tuple, kwargs: dict, state: GraphState, pool, stream):
-        self._inputs = StaticInputs(args, kwargs, state)
+    def __init__(self, function: Callable, call: Call, state: GraphState, pool, stream):
+        self._inputs = StaticInputs(call)
         self._graph = torch.cuda.CUDAGraph()
-        static_args, static_kwargs = self._inputs.call(args, kwargs)
+        static_args, static_kwargs = self._inputs.arguments(call)
         facts = state.trace_facts()
         saved = [tensor.clone() for tensor in state.advanced_tensors()]
         try:
@@ -62,6 +63,9 @@ class CapturedCall:
             torch.cuda.current_stream().wait_stream(stream)
             with torch.cuda.graph(self._graph, pool=pool, stream=stream):
                 outputs = function(*static_args, **static_kwargs)
+        except BaseException:
+            release_generator(stream)
+            raise
         finally:
             self._restore(state, facts, saved)
         leaves, self._spec = pytree.tree_flatten(outputs)
@@ -73,9 +77,9 @@ class CapturedCall:
             tensor.copy_(value)
         state.set_trace_facts(facts)
 
-    def replay(self, args: tuple, kwargs: dict, state: GraphState) -> Any:
+    def replay(self, call: Call, state: GraphState) -> Any:
         """The outputs of the call, as copies: the next replay of any graph of the pool overwrites the graph's own."""
-        self._inputs.fill(args, kwargs, state)
+        self._inputs.fill(call)
         self._graph.replay()
         state.set_trace_facts(None)
         leaves = [
@@ -104,18 +108,19 @@ class FullGraphs:
 
     def __call__(self, state: GraphState, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of ``function(*args, **kwargs)``, where ``state`` is one of the arguments."""
-        key = (id(state), state.trace_facts(), call_key(args, kwargs, state))
+        call = Call(args, kwargs, state)
+        key = (id(state), state.trace_facts(), call.key)
         captured = self._graphs.get(key)
         if captured is None:
-            captured = self._capture(key, state, args, kwargs)
+            captured = self._capture(key, call, state)
         self._graphs.move_to_end(key)
         self.stats.replayed += 1
-        return captured.replay(args, kwargs, state)
+        return captured.replay(call, state)
 
-    def _capture(self, key: tuple, state: GraphState, args: tuple, kwargs: dict) -> CapturedCall:
+    def _capture(self, key: tuple, call: Call, state: GraphState) -> CapturedCall:
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        captured = CapturedCall(self.function, args, kwargs, state, self._pool, self._stream)
+        captured = CapturedCall(self.function, call, state, self._pool, self._stream)
         if id(state) not in self._states:
             self._states.add(id(state))
             weakref.finalize(state, _forget, weakref.ref(self), id(state))

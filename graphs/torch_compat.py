@@ -35,3 +35,13 @@ def mark_tokens_dynamic(tensor: torch.Tensor, dim: int) -> None:
     """The size of ``dim`` is dynamic from the first compile on; a size of 1 stays fixed, as torch specialises it."""
     if tensor.shape[dim] > 1:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def release_generator(stream: torch.cuda.Stream) -> None:
+    """Makes random numbers possible again after a capture that failed.
+
+    torch 2.11 leaves the device's default generator marked as capturing when a capture ends in an error, and every
+    later use of it raises. The end of any capture that succeeds takes the mark away.
+    """
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        torch.zeros(1, device=stream.device)

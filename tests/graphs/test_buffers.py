@@ -3,29 +3,24 @@
 import pytest
 import torch
 
-from compiled_dsa.graphs.buffers import StaticInputs, call_key
+from compiled_dsa.graphs.buffers import Call, StaticInputs
 
 
-def call(batch: int = 2, flag: bool = True, dtype: torch.dtype = torch.float32, state: object = None):
-    return (torch.ones(batch, 3, dtype=dtype),), {
-        "mask": {"a": None, "b": torch.zeros(batch)},
-        "flag": flag,
-        "s": state,
-    }
+def make_call(batch: int = 2, flag: bool = True, dtype=torch.float32, state=None, value: float = 1.0, **more) -> Call:
+    x = torch.full((batch, 3), value, dtype=dtype)
+    return Call((x,), {"mask": {"a": None, "b": torch.full((batch,), value)}, "flag": flag, "s": state, **more}, state)
 
 
 def test_static_tensors_keep_their_addresses_and_take_new_values():
     state = object()
-    inputs = StaticInputs(*call(state=state), state)
-    (args, kwargs) = inputs.call(*call(state=state))
+    inputs = StaticInputs(make_call(state=state))
+    args, kwargs = inputs.arguments(make_call(state=state))
     addresses = args[0].data_ptr(), kwargs["mask"]["b"].data_ptr()
-    new_args, new_kwargs = call(state=state)
-    new_args[0].fill_(7)
-    new_kwargs["mask"]["b"].fill_(9)
-    inputs.fill(new_args, new_kwargs, state)
-    again_args, again_kwargs = inputs.call(new_args, new_kwargs)
+    other = make_call(state=state, value=7.0)
+    inputs.fill(other)
+    again_args, again_kwargs = inputs.arguments(other)
     assert (again_args[0].data_ptr(), again_kwargs["mask"]["b"].data_ptr()) == addresses
-    assert torch.equal(args[0], new_args[0]) and torch.equal(kwargs["mask"]["b"], new_kwargs["mask"]["b"])
+    assert args[0].eq(7).all() and kwargs["mask"]["b"].eq(7).all()
     assert again_kwargs["s"] is state and again_kwargs["flag"] is True and again_kwargs["mask"]["a"] is None
 
 
@@ -38,20 +33,18 @@ def test_static_tensors_keep_their_addresses_and_take_new_values():
     ],
 )
 def test_another_kind_of_call_is_refused_by_name(other, named):
-    inputs = StaticInputs(*call(), None)
+    inputs = StaticInputs(make_call())
     with pytest.raises(ValueError, match=named):
-        inputs.fill(*call(**other), None)
+        inputs.fill(make_call(**other))
 
 
 def test_another_structure_is_refused():
-    inputs = StaticInputs(*call(), None)
-    args, kwargs = call()
+    inputs = StaticInputs(make_call())
     with pytest.raises(ValueError, match="structure"):
-        inputs.fill(args, {**kwargs, "more": 1}, None)
+        inputs.fill(make_call(more=1))
 
 
 def test_calls_share_a_key_exactly_when_one_graph_serves_both():
-    state, other_state = object(), object()
-    key = call_key(*call(state=state), state)
-    assert key == call_key(*call(state=other_state), other_state)
-    assert len({key, *(call_key(*call(**k), None) for k in ({"batch": 3}, {"flag": False}))}) == 3
+    key = make_call(state=object()).key
+    assert key == make_call(state=object(), value=3.0).key
+    assert len({key, *(make_call(**other).key for other in ({"batch": 3}, {"flag": False}, {"more": 1}))}) == 4

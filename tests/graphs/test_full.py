@@ -89,4 +89,5 @@ def test_a_call_that_cannot_be_captured_leaves_the_state_as_it_was():
     with pytest.raises(RuntimeError):
         graphs(state, (torch.ones(1, 4, device="cuda"), state), {})
     assert int(state.length) == 0 and state.facts == "plain"
+    assert torch.isfinite(torch.randn(4, device="cuda")).all()  # the generator is not left in capture mode
     assert (graphs.stats.captured, graphs.stats.replayed) == (0, 0)
