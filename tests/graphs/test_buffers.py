@@ -27,7 +27,7 @@ def test_static_tensors_keep_their_addresses_and_take_new_values():
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        ({"batch": 3}, r"\[0\]\[0\].*\(3, 3\).*\(2, 3\)"),
+        ({"batch": 3}, r"\[0\]\[0\].*\[3, 3\].*\[2, 3\]"),
         ({"dtype": torch.float64}, r"float64.*float32"),
         ({"flag": False}, r"'flag'.*False.*True"),
     ],
