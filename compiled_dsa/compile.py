@@ -83,9 +83,9 @@ class _Forwards:
         self.uncaptured = 0
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        args = tuple(_with_dynamic_tokens(a) for a in args)
+        kwargs = {name: _with_dynamic_tokens(a) for name, a in kwargs.items()}
         arguments = (*args, *kwargs.values())
-        for argument in arguments:
-            _mark_tokens_dynamic(argument)
         state = next((a for a in arguments if getattr(a, "decode_shaped", False)), None)
         if self.graphs is not None and state is not None and _on_gpu(arguments) and state.trace_facts() is not None:
             try:
@@ -109,8 +109,21 @@ def _on_gpu(arguments: tuple) -> bool:
     return any(isinstance(a, Tensor) and a.is_cuda for a in arguments) and not torch.cuda.is_current_stream_capturing()
 
 
-def _mark_tokens_dynamic(argument: Any) -> None:
-    """Token tensors are int64 [B, S] (ids, positions)."""
-    if isinstance(argument, Tensor) and argument.dtype == torch.int64 and argument.dim() == 2:
+def _with_dynamic_tokens(argument: Any) -> Any:
+    """The argument, its sizes that count rows or tokens marked dynamic.
+
+    Token tensors are int64 [B, S] (ids, positions); their strides are guarded too, and a slice of a longer prompt
+    would differ in them. Masks are bool [B, columns], where the columns are those of the cache and stay fixed; a dict
+    has one mask for each type of layer.
+    """
+    if isinstance(argument, dict):
+        return {key: _with_dynamic_tokens(value) for key, value in argument.items()}
+    if not isinstance(argument, Tensor) or argument.dim() != 2:
+        return argument
+    if argument.dtype == torch.int64:
+        argument = argument.contiguous()
         for dim in range(2):
             mark_tokens_dynamic(argument, dim)
+    elif argument.dtype == torch.bool:
+        mark_tokens_dynamic(argument, 0)
+    return argument
