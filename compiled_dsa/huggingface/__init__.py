@@ -5,7 +5,9 @@ model = compiled_dsa.compile_model(model)
 model.generate(**inputs, past_key_values=PagedCache(model.config, batch_size, max_len))
 """
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,16 +68,16 @@ def _begin_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]):
     """Forward pre-hook: what the host has to check and note for a PagedCache before a forward."""
     if torch.compiler.is_compiling():
         return None
-    arguments = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    arguments = {**arguments, **arguments.pop("kwargs", {})}
+    arguments = dict(zip(_positional_names(type(model).forward), args)) | kwargs
     cache = arguments.get("past_key_values")
     if not isinstance(cache, PagedCache):
         return None
     _refuse_stock_forward(model, arguments)
-    if cache.serves != (id(model.dsa_stats), model.dtype):  # a walk over all modules, so not at every step
+    dtype = model.dtype
+    if cache.serves != (id(model.dsa_stats), dtype):  # a walk over all modules, so not at every step
         layers = [m.dsa_config for m in model.modules() if isinstance(m, DSAAttentionMixin)]
-        cache.check_model(layers, model.dtype)
-        cache.serves = id(model.dsa_stats), model.dtype
+        cache.check_model(layers, dtype)
+        cache.serves = id(model.dsa_stats), dtype
     tokens = arguments.get("input_ids")
     tokens = tokens if tokens is not None else arguments["inputs_embeds"]
     mask = arguments.get("attention_mask")
@@ -84,8 +86,13 @@ def _begin_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]):
         arguments["attention_mask"] = {key: cache.begin(tokens.shape[0], tokens.shape[1], mask[key])}
     else:
         arguments["attention_mask"] = cache.begin(tokens.shape[0], tokens.shape[1], mask)
-    cache.allocate(model.device, model.dtype)
+    cache.allocate(model.device, dtype)
     return (), arguments
+
+
+@functools.cache
+def _positional_names(forward: Callable) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _refuse_stock_forward(model: PreTrainedModel, arguments: dict[str, Any]) -> None:

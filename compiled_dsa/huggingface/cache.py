@@ -107,9 +107,9 @@ class PagedCache(Cache):
         for name, value in (("max_batch_size", max_batch_size), ("max_cache_len", max_cache_len)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}; it must be an integer of at least 1")
-        for name, value in (("latent_dtype", latent_dtype), ("index_dtype", index_dtype)):
-            if value is not None:
-                check_cache_dtype(name, value)
+        for name, cached in (("latent_dtype", latent_dtype), ("index_dtype", index_dtype)):
+            if cached is not None:
+                check_cache_dtype(name, cached)
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise ValueError(f"dtype={dtype}; it must be a model dtype")
         super().__init__(layers=[PagedLayer(self) for _ in self.layer_configs])
