@@ -1,6 +1,6 @@
-"""CUDA graphs around compiled models: buckets, static buffers, capture, and cuts at the split ops.
+"""CUDA graphs around compiled callables, and counting what torch.compile makes of them.
 
-Knows torch and the names of the ops at which graphs are cut; nothing of models, kernels or transformers.
+Knows torch alone; nothing of models, kernels or transformers.
 """
 
 if __name__ != "compiled_dsa.graphs":

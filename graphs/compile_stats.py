@@ -10,11 +10,9 @@ import torch
 class CompileStats:
     """Attributes:
     compiles: graphs compiled, recompiles included.
-    graph_nodes: nodes of the last graph compiled.
     """
 
     compiles: int = 0
-    graph_nodes: int = 0
 
 
 def counting_backend(stats: CompileStats, backend: str | Callable = "inductor") -> Callable:
@@ -23,7 +21,6 @@ def counting_backend(stats: CompileStats, backend: str | Callable = "inductor") 
 
     def compile_and_count(graph_module: torch.fx.GraphModule, example_inputs, **kwargs):
         stats.compiles += 1
-        stats.graph_nodes = len(graph_module.graph.nodes)
         return compile_fx(graph_module, example_inputs, **kwargs)
 
     return compile_and_count

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from compiled_dsa.graphs.buffers import STATE, Call, StaticInputs
+from compiled_dsa.graphs.buffers import STATE, Call, CaptureError, StaticInputs, describe
 from compiled_dsa.graphs.torch_compat import release_generator
 
 WARM_UPS = 2  # compiling, and the work of first calls, must lie before the capture
@@ -26,7 +26,7 @@ class GraphState(Protocol):
         """The tensors that a call advances (lengths). What a call writes again in the same place need not be here."""
 
     def trace_facts(self) -> Hashable:
-        """What the host knows of the coming call and its trace depends on; None when nothing was announced."""
+        """What the host knows of the coming call and its trace depends on; None: no call for a full graph is coming."""
 
     def set_trace_facts(self, facts: Any) -> None:
         """Announces the call again after a warm-up; None once a replay has served it."""
@@ -51,25 +51,31 @@ class CapturedCall:
     def __init__(self, function: Callable, call: Call, state: GraphState, pool, stream):
         self._inputs = StaticInputs(call)
         self._graph = torch.cuda.CUDAGraph()
-        static_args, static_kwargs = self._inputs.arguments(call)
+        args, kwargs = self._inputs.arguments(call)
         facts = state.trace_facts()
         saved = [tensor.clone() for tensor in state.advanced_tensors()]
         try:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UPS):
-                    function(*static_args, **static_kwargs)
+                    function(*args, **kwargs)
                     self._restore(state, facts, saved)
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream):
-                outputs = function(*static_args, **static_kwargs)
-        except BaseException:
-            release_generator(stream)
-            raise
+            outputs = self._capture(function, args, kwargs, pool, stream)
         finally:
             self._restore(state, facts, saved)
         leaves, self._spec = pytree.tree_flatten(outputs)
+        for leaf in leaves:
+            describe(leaf, state, "an output")
         self._outputs = [STATE if leaf is state else leaf for leaf in leaves]
+
+    def _capture(self, function: Callable, args: tuple, kwargs: dict, pool, stream) -> Any:
+        try:
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream):
+                return function(*args, **kwargs)
+        except RuntimeError as error:
+            release_generator(stream)
+            raise CaptureError(f"capture failed: {error}") from error
 
     @staticmethod
     def _restore(state: GraphState, facts: Any, saved: list[Tensor]) -> None:
@@ -89,9 +95,10 @@ class CapturedCall:
 
 
 class FullGraphs:
-    """Runs a compiled callable through CUDA graphs, one for each kind of call; all share one memory pool.
+    """Runs a compiled callable through CUDA graphs, one for each kind of call; those of a device share a memory pool.
 
-    A graph reads and writes the tensors of the state that it was captured with, and is dropped with it.
+    A graph reads and writes the tensors of the state that it was captured with, and is dropped with it. What else the
+    callable reads (weights) may change in place, but must stay where it was at the capture.
 
     Args:
         function: the compiled callable. A call must not synchronise with the host.
@@ -103,24 +110,29 @@ class FullGraphs:
         self.stats = FullGraphStats()
         self._graphs: OrderedDict[tuple, CapturedCall] = OrderedDict()
         self._states: set[int] = set()
-        self._pool: Any = None
-        self._stream: Any = None
+        self._resources: dict[torch.device, tuple[Any, torch.cuda.Stream]] = {}  # memory pool and capture stream
 
     def __call__(self, state: GraphState, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The result of ``function(*args, **kwargs)``, where ``state`` is one of the arguments."""
+        """The result of ``function(*args, **kwargs)``, where ``state`` is one of the arguments.
+
+        Raises:
+            CaptureError: the call cannot be captured. The state is as it was before.
+        """
         call = Call(args, kwargs, state)
         key = (id(state), state.trace_facts(), call.key)
-        captured = self._graphs.get(key)
-        if captured is None:
-            captured = self._capture(key, call, state)
-        self._graphs.move_to_end(key)
-        self.stats.replayed += 1
-        return captured.replay(call, state)
+        with torch.cuda.device(state.advanced_tensors()[0].device):
+            captured = self._graphs.get(key)
+            if captured is None:
+                captured = self._capture(key, call, state)
+            self._graphs.move_to_end(key)
+            self.stats.replayed += 1
+            return captured.replay(call, state)
 
     def _capture(self, key: tuple, call: Call, state: GraphState) -> CapturedCall:
-        if self._pool is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        captured = CapturedCall(self.function, call, state, self._pool, self._stream)
+        device = torch.device("cuda", torch.cuda.current_device())
+        if device not in self._resources:
+            self._resources[device] = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        captured = CapturedCall(self.function, call, state, *self._resources[device])
         if id(state) not in self._states:
             self._states.add(id(state))
             weakref.finalize(state, _forget, weakref.ref(self), id(state))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compiled_dsa.graphs.buffers import Call, StaticInputs
+from compiled_dsa.graphs.buffers import Call, CaptureError, StaticInputs
 
 
 def make_call(batch: int = 2, flag: bool = True, dtype=torch.float32, state=None, value: float = 1.0, **more) -> Call:
@@ -44,7 +44,21 @@ def test_another_structure_is_refused():
         inputs.fill(make_call(more=1))
 
 
+@pytest.mark.parametrize("leaf", [{1, 2}, object(), torch.nn.Linear(1, 1)])
+def test_objects_that_might_hold_tensors_are_refused(leaf):
+    with pytest.raises(CaptureError, match=type(leaf).__name__):
+        make_call(more=leaf)
+
+
+def test_buffers_made_in_inference_mode_are_refilled_outside_of_it():
+    with torch.inference_mode():
+        inputs = StaticInputs(make_call())
+    inputs.fill(make_call(value=5.0))
+    args, _ = inputs.arguments(make_call())
+    assert args[0].eq(5).all()
+
+
 def test_calls_share_a_key_exactly_when_one_graph_serves_both():
     key = make_call(state=object()).key
     assert key == make_call(state=object(), value=3.0).key
-    assert len({key, *(make_call(**other).key for other in ({"batch": 3}, {"flag": False}, {"more": 1}))}) == 4
+    assert len({key, *(make_call(**other).key for other in ({"batch": 3}, {"flag": False}, {"flag": 1}))}) == 4
