@@ -7,13 +7,13 @@ import torch
 
 from compiled_dsa import compile_model
 from compiled_dsa.huggingface import PagedCache
-from tests.huggingface.tiny_models import INDEX_TOPK, Pair, left_padding, make_pair, prompt
+from tests.huggingface.tiny_models import INDEX_TOPK, Pair, left_padding, prompt, small_pair
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def compiled_pair(model_type: str, **changes) -> Pair:
-    pair = make_pair(model_type, num_hidden_layers=2, **changes)
+def compiled_pair(model_type: str) -> Pair:
+    pair = small_pair(model_type)
     assert compile_model(pair.ours, backend="eager") is pair.ours
     return pair
 
@@ -43,7 +43,7 @@ def test_compiles_of_generate(model_type):
     assert generate(pair, PagedCache(pair.config, 3, 128), 2, 31) == 0  # another cache of that size
     for length in range(100, 111):
         assert generate(pair, cache, 2, length, new=2) == 0
-    assert pair.ours.dsa_stats.calls == 0 and pair.ours.dsa_stats.traced == 2 * 4
+    assert pair.ours.dsa_stats.calls == 0 and pair.ours.dsa_stats.traced == 4 * pair.config.num_hidden_layers
 
 
 def test_compiles_of_padded_batches():

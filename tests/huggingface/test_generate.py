@@ -14,6 +14,7 @@ from tests.huggingface.tiny_models import (
     left_padding,
     make_pair,
     prompt,
+    small_pair,
     tiny_model,
 )
 
@@ -194,7 +195,7 @@ def generates_as_stock(pair, cache: str, masks) -> None:
 )
 def test_compiled_by_generate(model_type, cache):
     """generate() compiles the decode steps of a cache that says it is compileable; it does so by itself on a GPU."""
-    pair = make_pair(model_type, num_hidden_layers=2)
+    pair = small_pair(model_type)
     config = CompileConfig(backend="eager", fullgraph=True, mode=None)
     config._compile_all_devices = True
     pair.ours.generation_config.compile_config = config
@@ -215,7 +216,7 @@ def test_compiled_by_generate(model_type, cache):
     ],
 )
 def test_compiled_whole(how, model_type, cache):
-    pair = make_pair(model_type, num_hidden_layers=2)
+    pair = small_pair(model_type)
     if how == "model.compile":
         pair.ours.compile(backend="eager", fullgraph=True)
     else:

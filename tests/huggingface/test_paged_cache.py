@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from compiled_dsa import compile_model
 from compiled_dsa.huggingface import PagedCache
-from tests.huggingface.tiny_models import MODEL_TYPES, Pair, left_padding, make_pair, prompt, tiny_config
+from tests.huggingface.tiny_models import MODEL_TYPES, Pair, left_padding, make_pair, prompt, small_pair, tiny_config
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # logits of about unit size after a few hundred fp32 roundings
 FP8 = torch.float8_e4m3fn
@@ -98,6 +99,41 @@ def test_padding_anywhere(pair, zeros):
     conversation.feed(2, 4, masks_with([(0, 2), (0, 3), (1, 0)], 4))
     conversation.feed(2, 1, masks_with([(1, 0)], 1))
     conversation.feed(2, 20)
+
+
+@pytest.mark.parametrize("use_cache", [False, True], ids=["no-cache", "dynamic"])
+def test_padding_anywhere_without_a_paged_cache(pair, use_cache):
+    mask = masks_with([(0, 0), (0, 4), (0, 17), (1, 28), (1, 29)], 30)
+    real, cache = mask.bool(), DynamicCache(config=pair.config) if use_cache else None
+    with torch.no_grad():
+        want = pair.stock(prompt(2, 30), attention_mask=mask, use_cache=False).logits
+        if use_cache:
+            parts = zip(prompt(2, 30).split([20, 9, 1], 1), (20, 29, 30))
+            steps = [pair.ours(ids, attention_mask=mask[:, :n], past_key_values=cache).logits for ids, n in parts]
+            got = torch.cat(steps, 1)
+        else:
+            got = pair.ours(prompt(2, 30), attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(got[real], want[real], **CLOSE)
+
+
+class ScoringOps(TorchDispatchMode):
+    """Counts the ops that compute index scores."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "index_topk" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def test_scores_are_computed_from_the_step_on_that_leaves_keys_out(pair):
+    """Up to index_topk = 16 columns everything is selected."""
+    full_layers = sum(not c.index_shared for c in PagedCache(pair.config, 1, 64).layer_configs)
+    conversation = talk(pair)
+    for length, scored in ((15, False), (1, False), (1, True), (9, True)):
+        with ScoringOps() as ops:
+            conversation.feed(2, length)
+        assert ops.count == scored * full_layers
 
 
 def test_padding_that_begins_later(pair):
@@ -208,7 +244,7 @@ def test_pools_keep_their_addresses(pair):
 
 def test_sizes_and_layers(pair):
     cache = PagedCache(pair.config, 3, 100, device="cpu", dtype=torch.bfloat16)
-    assert len(cache) == 3 and cache.layers[0].get_max_length() == 100 and cache.is_compileable
+    assert len(cache) == 3 and cache.get_max_length() == 100 and cache.is_compileable
     shared = [c.index_shared for c in cache.layer_configs]
     assert [p.index_keys is None for p in cache.pool.layers] == shared
     assert cache.pool.layers[0].latents.shape == (6, 64, 32 + 8)  # two pages for 100 tokens, latent 32 and rope 8
@@ -404,7 +440,7 @@ def test_padding_must_stay_masked(pair, call, message):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_refused_calls_of_a_compiled_model():
-    pair = compiled(make_pair("glm_moe_dsa", num_hidden_layers=2))
+    pair = compiled(small_pair("glm_moe_dsa"))
     conversation = talk(pair, device="cpu", dtype=torch.float32)
     conversation.feed(2, 20)
     for call in (too_long, too_many_rows, other_rows, earlier_columns_masked, mask_of_the_new_columns_only):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from compiled_dsa.huggingface import PagedCache
-from tests.huggingface.tiny_models import left_padding, make_pair, prompt
+from tests.huggingface.tiny_models import left_padding, make_pair, prompt, small_pair
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -150,7 +150,7 @@ def test_packed_sequences(fresh_pair):
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_packed_sequences_compiled():
     """Compiled, transformers cannot look at the values of position_ids: every call without cache is taken as packed."""
-    pair = make_pair("glm_moe_dsa", num_hidden_layers=2)
+    pair = small_pair("glm_moe_dsa")
     compiled = torch.compile(pair.ours.forward, backend="eager", fullgraph=True)
     with torch.no_grad():
         got = compiled(prompt(1, 40), position_ids=packed_positions(), use_cache=False).logits

@@ -113,3 +113,10 @@ class Pair:
 def make_pair(model_type: str, dtype: torch.dtype = torch.float32, **changes) -> Pair:
     stock = tiny_model(model_type, dtype, **changes)
     return Pair(stock, replace_attention(copy.deepcopy(stock)))
+
+
+def small_pair(model_type: str) -> Pair:
+    """For tests that compile, whose time is that of tracing layers: dense MLPs, and no more layers than it takes to
+    share a selection."""
+    layers = 2 if model_type == "glm_moe_dsa" else 1
+    return make_pair(model_type, num_hidden_layers=layers, first_k_dense_replace=layers)
