@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiled_dsa.custom_ops.layout import PAGE, logical_slots
+from compiled_dsa.custom_ops.layout import logical_slots
 
 DECODE = "decode"
 PREFILL = "prefill"
@@ -98,7 +98,7 @@ class Batch:
         else:
             counted = real.long().cumsum(1)
             positions = past.long().unsqueeze(1) + counted - 1
-            kv_len = past.long() + counted[:, -1]
+            kv_len = past.long() + real.sum(1)
         q_start = torch.arange(B + 1, device=device) * num_new
         kind = DECODE if num_new <= MAX_DECODE_TOKENS else PREFILL
         flat = [x.reshape(-1) for x in (positions, request, real)]
@@ -119,11 +119,6 @@ class Batch:
             kind=kind,
             skip_scores=skip_scores,
         )
-
-    @property
-    def page_capacity(self) -> int:
-        """Tokens that a request's row of the page table can name."""
-        return self.page_table.shape[1] * PAGE
 
 
 def _check_lengths(q_len: Tensor, kv_len: Tensor, page_table: Tensor, num_rows: int, kind: str) -> None:

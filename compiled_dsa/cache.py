@@ -134,11 +134,23 @@ class PagePool:
     def reorder(self, sources: Tensor, num_pages: int) -> None:
         """Request b becomes a copy of request ``sources[b]``, in place, for the first ``num_pages`` pages of each.
 
-        Both must hold that many pages. Addresses, page table and free list stay as they are, so this is what a beam
-        search needs between replays of a graph. ``sources`` is an integer tensor [n] on the device; no host sync.
+        Addresses, page table and free list stay as they are, so this is what a beam search needs between replays of a
+        graph. What a source does not hold is not copied.
+
+        Args:
+            sources: integer tensor [n] on the device, n <= max_requests; not read by the host.
+            num_pages: at most the pages that each of the requests 0 to n-1 holds.
+
+        Raises:
+            ValueError: a request to be overwritten holds fewer pages; nothing was changed.
         """
-        to = self.page_table[: sources.shape[0], :num_pages].long()
+        n = sources.shape[0]
+        for request in range(n):
+            if len(self.pages_of(request)) < num_pages:
+                raise ValueError(f"num_pages={num_pages}; request {request} holds {len(self.pages_of(request))} pages")
+        to = self.page_table[:n, :num_pages].long()
         source_pages = self.page_table[sources, :num_pages].long()
+        source_pages = torch.where(source_pages < 0, to, source_pages)
         for layer in self.layers:
             for pool in layer.tensors():
                 pool[to] = pool[source_pages]

@@ -1,7 +1,7 @@
 """What one layer of DeepSeek Sparse Attention computes, read from a Hugging Face config."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "axk2")
@@ -72,7 +72,7 @@ class DSAConfig:
     index_k_norm: str = "layer"
     index_k_norm_eps: float = 1e-6
     deterministic: bool = False
-    scratch_bytes: int = field(default=512 << 20)
+    scratch_bytes: int = 512 << 20
 
     def __post_init__(self):
         if self.index_k_norm not in ("layer", "rms"):
@@ -97,7 +97,8 @@ class DSAConfig:
         ``indexer_rope_interleave`` in the config, and so does this.
 
         Raises:
-            ValueError: an unsupported model_type, a layer index out of range, or a first layer without an indexer.
+            ValueError: an unsupported model_type, a layer index out of range, a first layer without an indexer, or
+                tokens that are always selected.
         """
         model_type = getattr(config, "model_type", None)
         if model_type not in SUPPORTED_MODEL_TYPES:
@@ -109,6 +110,11 @@ class DSAConfig:
             )
         if not 0 <= layer_idx < config.num_hidden_layers:
             raise ValueError(f"layer_idx={layer_idx}; the model has layers 0 to {config.num_hidden_layers - 1}")
+        for name in ("index_init_tokens", "index_local_tokens"):
+            if getattr(config, name, 0):
+                raise ValueError(
+                    f"{name}={getattr(config, name)}; tokens that are always selected are not supported yet"
+                )
         return cls(
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,

@@ -171,9 +171,10 @@ def index_topk_prefill(
     *,
     provider: str | None = None,
 ) -> None:
-    """``index_topk_decode`` for batches of many rows: the scores held at any time fit into ``scratch_bytes``.
+    """``index_topk_decode`` for batches of many rows: on a GPU, all temporary memory fits into ``scratch_bytes``.
 
-    Rows are cut as the budget demands; the result does not depend on the cut. Graphs are split here.
+    Rows are cut as the budget demands; the result does not depend on the cut. Graphs are split here. The reference
+    holds some MB at a time, whatever the budget.
     """
     torch.ops.compiled_dsa.index_topk_prefill(
         q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes, provider=provider

@@ -73,9 +73,15 @@ class Op:
         raise ValueError(f"{self.name}: no provider takes these arguments ({'; '.join(reasons)})")
 
     def __call__(self, *args, provider: str | None = None) -> None:
+        device = _device(args)
+        for position, argument in enumerate(args):
+            if isinstance(argument, torch.Tensor) and argument.device != device:
+                name = self.overload._schema.arguments[position].name
+                raise ValueError(
+                    f"{name} is on {argument.device}, other arguments on {device}; all must share a device"
+                )
         self.check(*args)
         run = self.runner(provider, *args)
-        device = _device(args)
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 run(*args)

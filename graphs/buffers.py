@@ -40,7 +40,8 @@ class Call:
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], state: Any):
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
-        self.key: tuple[str, tuple] = (str(self.spec), tuple(describe(leaf, state, "an argument") for leaf in self.leaves))
+        described = tuple(describe(leaf, state, "an argument") for leaf in self.leaves)
+        self.key: tuple[str, tuple] = (str(self.spec), described)
 
     def difference(self, captured: tuple[str, tuple]) -> str:
         """What of this call differs from a captured one's key, for a message."""

@@ -20,13 +20,18 @@ class GraphState(Protocol):
     """What an argument offers whose tensors a call advances in place (a cache).
 
     A warm-up must not advance it, a capture runs nothing on the device, and a replay runs no Python.
+
+    Attributes:
+        decode_shaped: the announced call is one for which full graphs are meant (few tokens a row).
     """
+
+    decode_shaped: bool
 
     def advanced_tensors(self) -> list[Tensor]:
         """The tensors that a call advances (lengths). What a call writes again in the same place need not be here."""
 
     def trace_facts(self) -> Hashable:
-        """What the host knows of the coming call and its trace depends on; None: no call for a full graph is coming."""
+        """What the host knows of the coming call and its trace depends on; None when nothing was announced."""
 
     def set_trace_facts(self, facts: Any) -> None:
         """Announces the call again after a warm-up; None once a replay has served it."""

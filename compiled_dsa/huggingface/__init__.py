@@ -79,14 +79,16 @@ def _begin_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]):
         cache.check_model(layers, dtype)
         cache.serves = id(model.dsa_stats), dtype
     tokens = arguments.get("input_ids")
-    tokens = tokens if tokens is not None else arguments["inputs_embeds"]
+    tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None:
+        return None  # transformers names what is missing
+    cache.allocate(model.device, dtype)
     mask = arguments.get("attention_mask")
     if isinstance(mask, dict):  # generate() has made the masks, one a layer type; these models have one type
         (key,) = mask
         arguments["attention_mask"] = {key: cache.begin(tokens.shape[0], tokens.shape[1], mask[key])}
     else:
         arguments["attention_mask"] = cache.begin(tokens.shape[0], tokens.shape[1], mask)
-    cache.allocate(model.device, dtype)
     return (), arguments
 
 

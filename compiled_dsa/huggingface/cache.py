@@ -24,46 +24,28 @@ from compiled_dsa.huggingface.masks import fit_columns
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer's view of a ``PagedCache``, with the questions that transformers asks a layer."""
+    """A layer of a ``PagedCache`` as transformers lists it: flags only, the cache itself answers for all layers.
+
+    It does not refer to the cache: in a cycle, pools would outlive their last use until Python collects garbage.
+    """
 
     is_compileable = True
     is_sliding = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: "PagedCache"):
-        super().__init__()
-        self.cache = cache
-
-    def get_seq_length(self):
-        """Columns so far: an int, or inside a trace a 0-d tensor."""
-        return self.cache.columns_on_device() if torch.compiler.is_compiling() else self.cache.columns()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if not torch.compiler.is_compiling():
-            self.cache.check_fits(None, query_length)
-        return self.cache.max_cache_len, 0
-
-    def get_max_length(self) -> int:
-        return self.cache.max_cache_len
-
-    get_max_cache_shape = get_max_length  # the name before transformers 5.23
-
-    def lazy_initialization(self, key_states, value_states) -> None:
-        """Nothing to do: the pools are made by the cache."""
-
-    def update(self, key_states, value_states, *args, **kwargs):
+    def _refuse_tokens(self, *args, **kwargs):
         raise ValueError("PagedCache serves models after replace_attention(model); this model's attention is stock")
 
-    update_indexer = update
-
-    def reset(self) -> None:
-        """Done by the cache for all layers at once, as are crop and reorder_cache."""
-
-    def offload(self) -> None:
+    def _refuse_offload(self):
         raise ValueError("PagedCache cannot be offloaded")
 
-    prefetch = offload
+    def _refuse_alone(self, *args, **kwargs):
+        raise ValueError("a layer of a PagedCache cannot be asked alone; ask the cache")
+
+    lazy_initialization = update = update_indexer = _refuse_tokens
+    offload = prefetch = _refuse_offload
+    get_seq_length = get_mask_sizes = get_max_length = reset = reorder_cache = _refuse_alone
 
 
 def _cached_sizes(c: DSAConfig) -> tuple:
@@ -91,6 +73,10 @@ class PagedCache(Cache):
             columns.
     """
 
+    # Read-only properties of Cache before transformers 5.23; a plain attribute of the class hides them.
+    max_batch_size: int = 0
+    max_cache_len: int = 0
+
     def __init__(
         self,
         config,
@@ -112,17 +98,17 @@ class PagedCache(Cache):
                 check_cache_dtype(name, cached)
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise ValueError(f"dtype={dtype}; it must be a model dtype")
-        super().__init__(layers=[PagedLayer(self) for _ in self.layer_configs])
+        super().__init__(layers=[PagedLayer() for _ in self.layer_configs])
         self.max_batch_size = max_batch_size
         self.max_cache_len = max_cache_len
         self.index_topk = self.layer_configs[0].index_topk
         self._dtypes = (latent_dtype, index_dtype)
         self.pool: PagePool | None = None
         self._columns: int | None = 0  # None: a fully compiled forward advanced the device's count only
-        self._columns_before = 0  # while a forward is announced but has not reached layer 0
         self._rows = 0  # batch size in use, 0 while empty
         self._padded = False  # some column so far was padding
         self._begun: bool | None = None  # skip_scores of the forward that begin() announced
+        self._before: tuple[int, int, bool] = (0, 0, False)  # columns, rows, padded, before that announcement
         self._batch: Batch | None = None  # of the forward under way
         self.decode_shaped = False  # the forward that begin() announced has few tokens a row
         self._device, self._dtype = device, dtype
@@ -134,10 +120,13 @@ class PagedCache(Cache):
         """Makes the pools, once; arguments given to the constructor win. The first forward calls it."""
         if self.pool is not None:
             return
-        device, dtype = torch.device(self._device or device), self._dtype or dtype
+        with torch.inference_mode(False):  # tensors made in inference mode could not be changed outside of it
+            self._allocate(torch.device(self._device or device), self._dtype or dtype)
+
+    def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         latent_dtype, index_dtype = self._dtypes
         pages = -(-self.max_cache_len // PAGE)
-        self.pool = PagePool(
+        pool = PagePool(
             self.layer_configs,
             num_pages=self.max_batch_size * pages,
             max_requests=self.max_batch_size,
@@ -147,14 +136,15 @@ class PagedCache(Cache):
             device=device,
         )
         for request in range(self.max_batch_size):
-            self.pool.reserve(request, self.max_cache_len)
-        device = self.pool.page_table.device
+            pool.reserve(request, self.max_cache_len)
+        device = pool.page_table.device
         self._length = torch.zeros((), dtype=torch.int64, device=device)
         self._kv_len = torch.zeros(self.max_batch_size, dtype=torch.int64, device=device)
         self._real = torch.ones(self.max_batch_size, self.max_cache_len, dtype=torch.bool, device=device)
-        pools = [tensor for layer in self.pool.layers for tensor in layer.tensors()]
-        for tensor in (self._length, self._kv_len, self._real, self.pool.page_table, *pools):
+        pools = [tensor for layer in pool.layers for tensor in layer.tensors()]
+        for tensor in (self._length, self._kv_len, self._real, pool.page_table, *pools):
             torch._dynamo.mark_static_address(tensor)
+        self.pool = pool
 
     def check_model(self, layer_configs: Sequence[DSAConfig], dtype: torch.dtype) -> None:
         """Raises ValueError unless the cache can serve a model of these layers, whose hidden states have this dtype."""
@@ -165,12 +155,28 @@ class PagedCache(Cache):
             if cached not in (dtype, FP8):
                 raise ValueError(f"{name}={cached}; the model computes in {dtype}, so it must be that or {FP8}")
 
+    # ---- what transformers asks ----------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0):
+        """Columns so far: an int, or inside a trace a 0-d tensor."""
+        return self.columns_on_device() if torch.compiler.is_compiling() else self.columns()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        if not torch.compiler.is_compiling():
+            self.check_fits(None, query_length)
+        return self.max_cache_len, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.max_cache_len
+
+    get_max_cache_shape = get_max_length  # the name before transformers 5.23
+
     # ---- what the host knows -------------------------------------------------------------------------------------
 
     def columns(self) -> int:
         """Columns held so far. Waits for the device only after a forward that was compiled whole."""
         if self._begun is not None:
-            return self._columns_before
+            return self._before[0]
         if self._columns is None:
             self._columns = int(self._length)
         return self._columns
@@ -183,6 +189,8 @@ class PagedCache(Cache):
 
     def check_fits(self, batch_size: int | None, query_length: int) -> None:
         """Raises ValueError unless a step of this size fits."""
+        if query_length < 1:
+            raise ValueError(f"query_length={query_length}; a step has at least one token a row")
         if batch_size is not None and batch_size > self.max_batch_size:
             raise ValueError(f"batch size {batch_size} does not fit max_batch_size={self.max_batch_size}")
         if batch_size is not None and self._rows not in (0, batch_size):
@@ -202,8 +210,10 @@ class PagedCache(Cache):
         Returns:
             bool [B, max_cache_len], True where a column holds a token, or None when no column so far is padding.
         """
+        self._take_back()
         self.check_fits(batch_size, query_length)
         held, total = self.columns(), self.columns() + query_length
+        before = (held, self._rows, self._padded)
         if attention_mask is not None:
             attention_mask = self._checked_mask(attention_mask, batch_size, held, total)
         elif self._padded:
@@ -212,8 +222,13 @@ class PagedCache(Cache):
             self._padded = False  # what was padding has been cropped or reordered away
         self._begun = total <= self.index_topk
         self.decode_shaped = query_length <= MAX_DECODE_TOKENS
-        self._columns_before, self._columns, self._rows = held, total, batch_size
+        self._before, self._columns, self._rows = before, total, batch_size
         return attention_mask
+
+    def _take_back(self) -> None:
+        """Forgets an announced forward that failed before layer 0, and with it nothing has happened."""
+        if self._begun is not None:
+            (self._columns, self._rows, self._padded), self._begun = self._before, None
 
     def _checked_mask(self, mask: Tensor, batch_size: int, held: int, total: int) -> Tensor | None:
         if mask.dim() != 2 or mask.shape[0] != batch_size or mask.shape[1] < total:
@@ -280,7 +295,7 @@ class PagedCache(Cache):
         return [self._length, self._kv_len]
 
     def trace_facts(self) -> bool | None:
-        """What the announced forward's trace depends on beside shapes: are scores skipped. None: nothing announced."""
+        """Of the announced forward, beside shapes: are scores skipped. None: nothing is announced."""
         return self._begun
 
     def set_trace_facts(self, facts: bool | None) -> None:
@@ -291,7 +306,8 @@ class PagedCache(Cache):
 
     def reset(self) -> None:
         """Forgets all tokens; the pools stay where they are."""
-        self._columns, self._rows, self._padded, self._begun, self._batch = 0, 0, False, None, None
+        self._take_back()
+        self._columns, self._rows, self._padded, self._batch = 0, 0, False, None
         if self.pool is not None:
             self._length.zero_()
             self._kv_len.zero_()
@@ -299,6 +315,7 @@ class PagedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` columns (the argument is at most 0, as in transformers 5.23)."""
+        self._take_back()
         held = self.columns()
         if not -held <= tokens_to_remove <= 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove}; it must be between -{held} and 0")
@@ -324,6 +341,7 @@ class PagedCache(Cache):
         self._take_rows(torch.arange(self._rows)[indices.cpu()])
 
     def _take_rows(self, rows: Tensor) -> None:
+        self._take_back()
         if rows.numel() > self.max_batch_size:
             raise ValueError(f"{rows.numel()} rows do not fit max_batch_size={self.max_batch_size}")
         if self.pool is None or self.columns() == 0:

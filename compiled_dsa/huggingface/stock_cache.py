@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiled_dsa.batch import DECODE, MAX_DECODE_TOKENS, PREFILL, Batch
+from compiled_dsa.batch import Batch
 from compiled_dsa.custom_ops.layout import PAGE
 
 
@@ -34,28 +34,17 @@ class Columns:
         cls, columns_real: Tensor | None, first, B: int, S: int, count: int, index_topk: int, device
     ) -> "Columns":
         """Args: columns_real: bool [B, C] or None; first: see above; count: C; B, S: size of the step."""
-        columns = torch.arange(S, device=device) + first
         pages = -(-count // PAGE)
         page_table = torch.arange(B * pages, device=device, dtype=torch.int32).view(B, pages)
+        columns = torch.arange(count, device=device)
         if columns_real is None:
-            order = None
-            visible = (columns + 1).expand(B, S)
+            real, order = None, None
+            past = torch.zeros(B, dtype=torch.int64, device=device) + first
         else:
+            real = columns_real[:, torch.arange(S, device=device) + first]
             order = torch.argsort(~columns_real, dim=1, stable=True)
-            visible = torch.where(columns_real, columns_real.long().cumsum(1), 0)[:, columns]
-        visible = visible.reshape(-1).int()
-        request = torch.arange(B, device=device, dtype=torch.int32).repeat_interleave(S)
-        batch = Batch(
-            positions=(visible - 1).clamp(min=0),
-            slots=torch.full_like(visible, -1, dtype=torch.int64),  # the cache has stored the tokens itself
-            req_of_row=request,
-            visible=visible,
-            q_start=torch.arange(B + 1, device=device, dtype=torch.int32) * S,
-            kv_len=visible.view(B, S).amax(1),
-            page_table=page_table,
-            kind=DECODE if S <= MAX_DECODE_TOKENS else PREFILL,
-            skip_scores=count <= index_topk,
-        )
+            past = (columns_real & (columns < first)).sum(1)
+        batch = Batch.from_grid(real, past, page_table, S, skip_scores=count <= index_topk)
         return cls(batch, first, order, count)
 
     def pool(self, *parts: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ def test_a_grid_without_padding_is_the_batch_of_its_lengths():
     lengths = Batch.from_lengths(torch.full((3,), 4), past + 4, page_table, 12, kind=DECODE)
     for name in ("positions", "slots", "req_of_row", "visible", "q_start", "kv_len"):
         assert torch.equal(getattr(grid, name), getattr(lengths, name)), name
-    assert grid.kind == DECODE and grid.page_capacity == 128
+    assert grid.kind == DECODE
     assert Batch.from_grid(None, past, page_table, 9).kind == PREFILL
 
 
