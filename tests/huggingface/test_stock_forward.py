@@ -4,12 +4,17 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 
 from compiled_dsa.huggingface import PagedCache
 from tests.huggingface.tiny_models import left_padding, make_pair, prompt, small_pair
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+holds_latents = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="the stock forward caches expanded keys before 5.23"
+)
 
 
 def loss_of(model, ids, **kwargs) -> torch.Tensor:
@@ -202,6 +207,7 @@ def test_autocast(fresh_pair, use_cache):
     assert fresh_pair.ours.dsa_stats.stock_calls == {"autocast": 3}
 
 
+@holds_latents
 def test_ops_and_stock_forward_share_a_stock_cache(fresh_pair):
     """Steps that ran on the ops and steps that ran the stock forward read each other's keys: same content and order."""
     ids = prompt(2, 36)
@@ -215,6 +221,7 @@ def test_ops_and_stock_forward_share_a_stock_cache(fresh_pair):
     assert fresh_pair.ours.dsa_stats.calls == 9 and fresh_pair.ours.dsa_stats.stock_calls == {"attentions": 6}
 
 
+@holds_latents
 def test_a_stock_cache_holds_what_the_stock_model_puts_there(fresh_pair):
     ids, mask = prompt(2, 24), left_padding(2, 24)
     with torch.no_grad():
