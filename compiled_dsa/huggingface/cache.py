@@ -316,7 +316,7 @@ class PagedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` columns (the argument is at most 0, as in transformers 5.23)."""
         self._take_back()
-        held = self.columns()
+        held, tokens_to_remove = self.columns(), int(tokens_to_remove)  # transformers 5.17 passes a 0-d tensor
         if not -held <= tokens_to_remove <= 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove}; it must be between -{held} and 0")
         if tokens_to_remove == 0:

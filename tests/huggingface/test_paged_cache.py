@@ -171,6 +171,13 @@ def test_crop(pair, padded, removed):
     conversation.feed(2, 20)
 
 
+def test_crop_by_a_tensor_counts_on_the_host(pair):
+    conversation = talk(pair)
+    conversation.feed(2, 20)
+    conversation.cache.crop(torch.tensor(-4))
+    assert type(conversation.cache.get_seq_length()) is int and conversation.cache.get_seq_length() == 16
+
+
 def test_cropping_the_only_padding_away(pair):
     """After it a mask is no longer needed."""
     conversation = talk(pair)
