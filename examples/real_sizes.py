@@ -71,12 +71,12 @@ def measure(args, console) -> int:
                 gc.collect()
                 torch.cuda.empty_cache()
             records.append(record(args, config, case, batch, tokens, times, accuracy[case]))
+        console.print(table(records))
+        if args.json:
+            path = Path(args.json)
+            held = json.loads(path.read_text()) if path.exists() else []
+            path.write_text(json.dumps(held + records, indent=1) + "\n")
         console.print(f"generation after {CONTEXT} tokens: {generation_speed(config, ours):.1f} tokens/s")
-    console.print(table(records))
-    if args.json:
-        path = Path(args.json)
-        held = json.loads(path.read_text()) if path.exists() else []
-        path.write_text(json.dumps(held + records, indent=1) + "\n")
     return 0
 
 

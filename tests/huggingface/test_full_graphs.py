@@ -43,7 +43,7 @@ def models(model_type: str):
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter.data, std=0.1)
     return [
-        compile_model(replace_attention(copy.deepcopy(model)), graphs=graphs, backend="aot_eager")
+        compile_model(replace_attention(copy.deepcopy(model)), graphs=graphs, backend="eager")
         for graphs in ("off", "full")
     ]
 
