@@ -18,6 +18,23 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tensors of tests are tiny: more threads only wait for each other, for seconds a generate() on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing compiled before, so that compiles can be counted."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @dataclass(frozen=True)
 class Backend:
     """A provider and the device on which it runs; calling it runs an op by name."""

@@ -3,19 +3,9 @@
 import copy
 
 import pytest
-import torch
 
 from compiled_dsa.huggingface import replace_attention
 from tests.huggingface.tiny_models import MODEL_TYPES, Pair, make_pair
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Tensors are tiny: more threads only wait for each other, for seconds a generate() on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -35,11 +25,3 @@ def fresh_pair(request, pairs) -> Pair:
     """A pair of each model type that a test may change."""
     stock = copy.deepcopy(pairs[request.param].stock)
     return Pair(stock, replace_attention(copy.deepcopy(stock)))
-
-
-@pytest.fixture
-def fresh_dynamo():
-    """Dynamo keeps compiled code, and counts it against its limit, per code object: one for all models of a kind."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
