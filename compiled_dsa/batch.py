@@ -89,6 +89,7 @@ class Batch:
             page_table: int32 [B, maxP].
             num_new: S.
         """
+        _check_grid(real, past, page_table, num_new)
         B, device = past.shape[0], past.device
         request = torch.arange(B, device=device).unsqueeze(1).expand(B, num_new)
         if real is None:
@@ -118,6 +119,17 @@ class Batch:
             page_table=page_table,
             kind=kind,
             skip_scores=skip_scores,
+        )
+
+
+def _check_grid(real: Tensor | None, past: Tensor, page_table: Tensor, num_new: int) -> None:
+    if past.dim() != 1:
+        raise ValueError(f"past has shape {tuple(past.shape)}; it must be [B]")
+    if real is not None and (real.dtype != torch.bool or real.shape != (past.shape[0], num_new)):
+        raise ValueError(f"real is {real.dtype} {tuple(real.shape)}; it must be bool [{past.shape[0]}, {num_new}]")
+    if page_table.dim() != 2 or page_table.shape[0] != past.shape[0] or page_table.dtype != torch.int32:
+        raise ValueError(
+            f"page_table is {page_table.dtype} {tuple(page_table.shape)}; it must be int32 [{past.shape[0]}, maxP]"
         )
 
 

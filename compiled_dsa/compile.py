@@ -93,8 +93,7 @@ class _Forwards:
         self._uncaptured = 0
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        args = tuple(_with_dynamic_tokens(a) for a in args)
-        kwargs = {name: _with_dynamic_tokens(a) for name, a in kwargs.items()}
+        args, kwargs = _with_dynamic_tokens(args, kwargs)
         state = next((a for a in (*args, *kwargs.values()) if hasattr(a, "trace_facts")), None)
         graphable = state is not None and state.trace_facts() is not None and state.decode_shaped
         if self._use_graphs and graphable and not torch.cuda.is_current_stream_capturing():
@@ -135,23 +134,33 @@ def _variant(argument: Any) -> Any:
     return argument if isinstance(argument, bool) else type(argument)
 
 
-def _with_dynamic_tokens(argument: Any) -> Any:
-    """The argument, its sizes that count rows or tokens marked dynamic.
+TOKENS = ("input_ids", "position_ids", "inputs_embeds")  # [B, S] or [B, S, hidden]
+MASK = "attention_mask"
 
-    Token tensors are int64 [B, S] (ids, positions) or floating [B, S, hidden]; their strides are guarded too, and a
-    slice of a longer prompt would differ in them. Masks are bool [B, columns], where the columns are those of the cache
-    and stay fixed; a dict has one mask for each type of layer.
+
+def _with_dynamic_tokens(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments, the sizes of transformers' token arguments that count rows or tokens marked dynamic.
+
+    Strides are guarded too, and a slice of a longer prompt would differ in them: token arguments are made contiguous.
+    Masks are bool [B, columns], where the columns are those of the cache and stay fixed; a dict has one mask for each
+    type of layer. Other arguments are left alone.
     """
-    if isinstance(argument, dict):
-        return {key: _with_dynamic_tokens(value) for key, value in argument.items()}
-    if not isinstance(argument, Tensor):
-        return argument
-    if (argument.dim() == 2 and argument.dtype == torch.int64) or (
-        argument.dim() == 3 and argument.is_floating_point()
-    ):
-        argument = argument.contiguous()
-        for dim in range(2):
-            mark_tokens_dynamic(argument, dim)
-    elif argument.dim() == 2 and argument.dtype == torch.bool:
-        mark_tokens_dynamic(argument, 0)
-    return argument
+    for argument in args[:1]:
+        if isinstance(argument, Tensor) and argument.dim() == 2:
+            _mark(argument, 2)
+    changed = {}
+    for name in TOKENS:
+        argument = kwargs.get(name)
+        if isinstance(argument, Tensor) and argument.dim() >= 2:
+            changed[name] = argument.contiguous()
+            _mark(changed[name], 2)
+    mask = kwargs.get(MASK)
+    for each in mask.values() if isinstance(mask, dict) else (mask,):
+        if isinstance(each, Tensor) and each.dim() == 2:
+            _mark(each, 1)
+    return args, kwargs | changed
+
+
+def _mark(tensor: Tensor, dims: int) -> None:
+    for dim in range(dims):
+        mark_tokens_dynamic(tensor, dim)

@@ -19,10 +19,11 @@ from compiled_dsa.rope import rotate_part
 @functools.cache
 def hadamard_matrix(size: int) -> Tensor:
     """Orthonormal Hadamard matrix [size, size] in fp64 (Sylvester's construction)."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while matrix.shape[0] < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    return matrix / size**0.5
+    with torch.inference_mode(False):  # it is kept, and may be needed outside of inference mode
+        matrix = torch.ones(1, 1, dtype=torch.float64)
+        while matrix.shape[0] < size:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+        return matrix / size**0.5
 
 
 class Indexer(nn.Module):

@@ -88,16 +88,17 @@ def reference(q, weights, pool, page_table, req_of_row, visible, topk_out, deter
     lanes = torch.arange(K, device=q.device)
     everything = logical_slots(page_table, req_of_row.long()[:, None], lanes[None], pages)
     topk_out.copy_(torch.where(lanes < visible[:, None], everything, -1))
+    if pages == 0:
+        return
     keys, key_scales = split_index_pool(pool)
-    keys = keys.flatten(0, 1)
     for request in req_of_row[visible > K].unique().tolist():
         rows = ((req_of_row == request) & (visible > K)).nonzero().flatten()
         n = int(visible[rows].max())
         slots = logical_slots(page_table, request, torch.arange(n, device=q.device), pages)
-        taken = slots.clamp(min=0)
+        at = slots.clamp(min=0) // PAGE, slots.clamp(min=0) % PAGE
         # indexing is not implemented for e4m3: the codes are gathered as bytes
-        gathered = keys.view(torch.uint8)[taken].view(FP8) if keys.dtype == FP8 else keys[taken]
-        scales = None if key_scales is None else key_scales.flatten()[taken]
+        gathered = keys.view(torch.uint8)[at].view(FP8) if keys.dtype == FP8 else keys[at]
+        scales = None if key_scales is None else key_scales[at]
         for part in rows.split(max(1, _REFERENCE_SCORES // n)):
             scores = scores_of_rows(q[part], weights[part], gathered, scales)
             outside = (torch.arange(n, device=q.device) >= visible[part, None]) | (slots < 0)
@@ -147,7 +148,8 @@ def index_topk_decode(
         req_of_row: int32 [T], the request of each row, in [0, B).
         visible: int32 [T], the row may choose positions [0, visible); 0 for padding rows.
         topk_out: int32 [T, K], written whole: physical slots of min(K, number of visible keys whose score is not NaN)
-            distinct keys, unordered, then -1. A row that sees at most K keys gets all of them, no score looked at.
+            distinct keys, unordered, then -1. A row that sees at most K keys gets all of them in order, no score looked
+            at; a position without a page leaves -1 in its place.
         deterministic: among equal scores the lowest position wins, and replays are bitwise equal.
 
     Raises:

@@ -70,6 +70,7 @@ def split_index_pool(pool: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def check_latent_pool(pool: Tensor, L: int, R: int) -> None:
     """Raises ValueError unless ``pool`` is a contiguous latent pool for L and R."""
+    check_shape("pool", pool, None, PAGE, None)
     dtype = FP8 if pool.dtype == torch.uint8 else pool.dtype
     if not dtype.is_floating_point:
         raise ValueError(f"pool has dtype {pool.dtype}; a latent pool is uint8 (fp8 layout) or a model dtype")
@@ -79,6 +80,8 @@ def check_latent_pool(pool: Tensor, L: int, R: int) -> None:
 
 def check_index_pool(pool: Tensor, D: int) -> None:
     """Raises ValueError unless ``pool`` is a contiguous index-key pool for D."""
+    if pool.dim() not in (2, 3):
+        raise ValueError(f"pool has shape {tuple(pool.shape)}; an index-key pool has 2 dims (fp8) or 3")
     dtype = FP8 if pool.dtype == torch.uint8 else pool.dtype
     if not dtype.is_floating_point:
         raise ValueError(f"pool has dtype {pool.dtype}; an index-key pool is uint8 (fp8 layout) or a model dtype")
@@ -119,6 +122,8 @@ def logical_slots(page_table: Tensor, requests: Tensor, positions: Tensor, pages
 
     -1 where the page table has no such column or no page there, and, with ``pages``, no page of a pool of that size.
     """
+    if page_table.numel() == 0:
+        return torch.full_like(positions + requests, -1, dtype=torch.int64)
     column = positions // PAGE
     inside = (positions >= 0) & (column < page_table.shape[1])
     page = page_table[requests, column.clamp(0, page_table.shape[1] - 1)].long()

@@ -72,7 +72,8 @@ class Op:
             reasons.append(f"{name}: {reason}")
         raise ValueError(f"{self.name}: no provider takes these arguments ({'; '.join(reasons)})")
 
-    def __call__(self, *args, provider: str | None = None) -> None:
+    def check_all(self, *args) -> None:
+        """Raises ValueError unless the arguments share a device and keep the op's contract."""
         device = _device(args)
         for position, argument in enumerate(args):
             if isinstance(argument, torch.Tensor) and argument.device != device:
@@ -81,7 +82,11 @@ class Op:
                     f"{name} is on {argument.device}, other arguments on {device}; all must share a device"
                 )
         self.check(*args)
+
+    def __call__(self, *args, provider: str | None = None) -> None:
+        self.check_all(*args)
         run = self.runner(provider, *args)
+        device = _device(args)
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 run(*args)
@@ -109,7 +114,7 @@ def define(schema: str, *, check, reference, providers: dict[str, str], split: b
         LIBRARY.impl(name, op.__call__, key)
 
     def fake(*args, provider=None):
-        check(*args)
+        op.check_all(*args)
 
     torch.library.register_fake(f"compiled_dsa::{name}", fake, lib=LIBRARY)
     OPS[name] = op

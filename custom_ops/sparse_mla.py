@@ -88,7 +88,7 @@ def attend(q_latent, q_rope, pool, slots, scale: float, sinks) -> tuple[Tensor, 
     R = q_rope.shape[2]
     out = torch.zeros(T, H, L, dtype=dtype, device=pool.device)
     lse = torch.full((T, H), -torch.inf, dtype=dtype, device=pool.device)
-    if slots.shape[1] == 0:
+    if slots.shape[1] == 0 or pool.shape[0] == 0:
         return out, lse
     rows_at_once = max(1, _REFERENCE_ELEMENTS // (slots.shape[1] * (L + R)))
     for part in torch.arange(T, device=pool.device).split(rows_at_once):

@@ -5,6 +5,7 @@ model = compiled_dsa.compile_model(model)
 model.generate(**inputs, past_key_values=PagedCache(model.config, batch_size, max_len))
 """
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -59,9 +60,18 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
     model.dsa_stats = converted[0].dsa_stats if converted else AttentionStats()
     for module in modules:
         convert(module, config, returns_topk, model.dsa_stats)
+    _own_config(model)
     model.set_attn_implementation(masks.IMPLEMENTATION)
     model.register_forward_pre_hook(_begin_forward, with_kwargs=True)
     return model
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """Gives the model a config of its own: the attention implementation stands in it, and stock models may share it."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own
 
 
 def _begin_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]):
@@ -75,8 +85,10 @@ def _begin_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]):
     _refuse_stock_forward(model, arguments)
     dtype = model.dtype
     if cache.serves != (id(model.dsa_stats), dtype):  # a walk over all modules, so not at every step
-        layers = [m.dsa_config for m in model.modules() if isinstance(m, DSAAttentionMixin)]
-        cache.check_model(layers, dtype)
+        layers = [m for m in model.modules() if isinstance(m, DSAAttentionMixin)]
+        for layer in layers:
+            layer.refuse_stock(layer.weights_reason())
+        cache.check_model([layer.dsa_config for layer in layers], dtype)
         cache.serves = id(model.dsa_stats), dtype
     tokens = arguments.get("input_ids")
     tokens = arguments.get("inputs_embeds") if tokens is None else tokens

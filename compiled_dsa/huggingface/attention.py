@@ -114,7 +114,13 @@ class DSAAttentionMixin(SparseAttention):
             return "attentions"
         if torch.is_autocast_enabled(hidden_states.device.type):
             return "autocast"  # one op's arguments would come in several dtypes
-        return None
+        return self.weights_reason()
+
+    def weights_reason(self) -> str | None:
+        """Absorption reads the weight of ``kv_b_proj`` and never calls it: what adapters or hooks add would be lost."""
+        up = self.kv_b_proj
+        plain = type(up) is nn.Linear and not up._forward_hooks and not up._forward_pre_hooks
+        return None if plain else "kv_b_proj"
 
     def _stock_forward(
         self, hidden_states, position_embeddings, attention_mask, past_key_values, position_ids, prev_topk, kwargs
@@ -147,9 +153,8 @@ class DSAAttentionMixin(SparseAttention):
         if cache is not None:
             latents, rope = cache.update(latents, rope, self.layer_idx)
             keys = None if keys is None else cache.update_indexer(keys, self.layer_idx)
-        columns = Columns.of_step(
-            columns_real, first, B, S, latents.shape[2], self.dsa_config.index_topk, x.device
-        )  # fmt: skip
+        topk_size = self.dsa_config.index_topk
+        columns = Columns.of_step(columns_real, first, B, S, latents.shape[2], topk_size, x.device)
         batch = columns.batch
         if self.indexer is not None:
             topk = None
@@ -168,6 +173,7 @@ _ADVICE = {
     "mask": "pass a 2D attention_mask",
     "attentions": "do not ask for output_attentions",
     "autocast": "convert the model instead, as with model.to(torch.bfloat16)",
+    "kv_b_proj": "merge the adapter into the weight, or remove the hook",
     "packed": "pass packed sequences (position_ids that restart) without a cache, or the mask of a padded batch",
 }
 

@@ -70,7 +70,9 @@ class PagedCache(Cache):
     Raises:
         ValueError: an unsupported model, or a size below 1. Later calls raise it before anything is written: for a
             batch or length that does not fit, another batch size while rows are held, a mask that changes earlier
-            columns.
+            columns. Only a forward that is compiled together with its pre-hooks (``torch.compile(model)(...)``,
+            ``model.compile()``) runs unchecked: what does not fit is not stored, and the next call that asks for the
+            length raises. ``compile_model`` checks every forward of the model that ``replace_attention`` was given.
     """
 
     # Read-only properties of Cache before transformers 5.23; a plain attribute of the class hides them.
@@ -175,10 +177,16 @@ class PagedCache(Cache):
 
     def columns(self) -> int:
         """Columns held so far. Waits for the device only after a forward that was compiled whole."""
-        if self._begun is not None:
+        if self._begun is not None or self._batch is not None:  # announced, or failed between layers
             return self._before[0]
         if self._columns is None:
-            self._columns = int(self._length)
+            held = int(self._length)
+            if held > self.max_cache_len:
+                raise ValueError(
+                    f"{held} tokens were given to max_cache_len={self.max_cache_len} by forwards compiled as a whole, "
+                    "which cannot check; what did not fit is lost, call reset()"
+                )
+            self._columns = held
         return self._columns
 
     def columns_on_device(self) -> Tensor:
@@ -226,9 +234,17 @@ class PagedCache(Cache):
         return attention_mask
 
     def _take_back(self) -> None:
-        """Forgets an announced forward that failed before layer 0, and with it nothing has happened."""
-        if self._begun is not None:
-            (self._columns, self._rows, self._padded), self._begun = self._before, None
+        """Forgets a forward that was announced and then failed, before layer 0 or between layers."""
+        if self._begun is None and self._batch is None:
+            return
+        if self._batch is not None:  # some layers have stored its tokens, and the lengths have advanced
+            self._set_length(self._before[0])
+        (self._columns, self._rows, self._padded), self._begun, self._batch = self._before, None, None
+
+    def _set_length(self, columns: int) -> None:
+        self._length.fill_(columns)
+        self._kv_len.copy_(self._real[:, :columns].sum(1))
+        self._real[:, columns:] = True
 
     def _checked_mask(self, mask: Tensor, batch_size: int, held: int, total: int) -> Tensor | None:
         if mask.dim() != 2 or mask.shape[0] != batch_size or mask.shape[1] < total:
@@ -275,7 +291,8 @@ class PagedCache(Cache):
         columns = self.columns_on_device() + torch.arange(S, device=self._length.device)
         real = None
         if columns_real is not None:
-            self._real[:B] = columns_real
+            later = torch.arange(self.max_cache_len, device=columns.device) > columns[-1]
+            self._real[:B] = columns_real | later  # what is not reached yet is no padding
             real = columns_real[:, columns.clamp(max=self.max_cache_len - 1)]
         skip_scores, self._begun = self._begun, None
         if skip_scores is None:  # compiled whole: the host did not see this step, nor whether it fits
@@ -323,9 +340,7 @@ class PagedCache(Cache):
             return
         self._columns = held = held + tokens_to_remove
         self._rows = self._rows if held else 0
-        self._length.fill_(held)
-        self._kv_len.copy_(self._real[:, :held].sum(1))
-        self._real[:, held:] = True
+        self._set_length(held)
         self._padded = self._padded and held > 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -6,9 +6,10 @@ import weakref
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from compiled_dsa import compile_model
-from compiled_dsa.huggingface import PagedCache
+from compiled_dsa.huggingface import PagedCache, replace_attention
 from tests.huggingface.tiny_models import VOCABULARY, prompt
 
 
@@ -76,3 +77,86 @@ def test_a_compiled_model_refuses_to_be_copied(fresh_pair):
     compile_model(fresh_pair.ours, backend="eager")
     with pytest.raises(ValueError, match="copy it before"):
         copy.deepcopy(fresh_pair.ours)
+
+
+@pytest.mark.parametrize("take", [lambda c: c.batch_select_indices(torch.tensor([1])), None])
+def test_columns_after_padding_that_is_gone_are_counted(pair, take):
+    """Row 0 is padded and then replaced by row 1; what follows is cropped."""
+    ids, mask = prompt(2, 40), torch.ones(2, 10, dtype=torch.long)
+    mask[0, :3] = 0
+    ours, stock = PagedCache(pair.config, 2, 64), DynamicCache(config=pair.config)
+    results = []
+    for model, cache in ((pair.ours, ours), (pair.stock, stock)):
+        logits(model, ids[:, :10], attention_mask=mask, past_key_values=cache)
+        if take is None:
+            cache.reorder_cache(torch.tensor([1, 1]))
+        else:
+            take(cache)
+        rows = 2 if take is None else 1
+        logits(model, ids[:rows, 10:14], past_key_values=cache)
+        cache.crop(-1)
+        results.append(logits(model, ids[:rows, 20:23], past_key_values=cache))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_that_fails_between_layers_is_taken_back(pair):
+    ids = prompt(2, 30)
+    cache, untouched = PagedCache(pair.config, 2, 64), PagedCache(pair.config, 2, 64)
+    for held in (cache, untouched):
+        logits(pair.ours, ids[:, :20], past_key_values=held)
+
+    def fail(*args):
+        raise RuntimeError("planted")
+
+    handle = pair.ours.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        logits(pair.ours, ids[:, 20:25], past_key_values=cache)
+    handle.remove()
+    assert cache.get_seq_length() == 20
+    results = [logits(pair.ours, ids[:, 20:25], past_key_values=held) for held in (cache, untouched)]
+    assert torch.equal(*results)
+
+
+def test_a_hook_on_the_absorbed_projection_counts(fresh_pair):
+    ids = prompt(2, 30)
+    for model in (fresh_pair.ours, fresh_pair.stock):
+        model.model.layers[0].self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: out * 1.5)
+    torch.testing.assert_close(logits(fresh_pair.ours, ids), logits(fresh_pair.stock, ids), rtol=1e-4, atol=1e-4)
+    assert fresh_pair.ours.dsa_stats.stock_calls["kv_b_proj"] == 1
+    cache = PagedCache(fresh_pair.config, 2, 64)
+    with pytest.raises(ValueError, match="kv_b_proj"):
+        logits(fresh_pair.ours, ids, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_stock_model_that_shared_the_config_still_works(fresh_pair):
+    sibling = type(fresh_pair.stock)(fresh_pair.stock.config).eval()
+    sibling.load_state_dict(fresh_pair.stock.state_dict())
+    replace_attention(sibling)
+    assert torch.isfinite(logits(fresh_pair.stock, prompt(2, 20))).all()
+    torch.testing.assert_close(
+        logits(sibling, prompt(2, 20)), logits(fresh_pair.stock, prompt(2, 20)), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_an_overflow_of_whole_compiled_forwards_is_named(fresh_pair):
+    whole = torch.compile(fresh_pair.ours, backend="eager")
+    cache = PagedCache(fresh_pair.config, 2, 40, device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        whole(prompt(2, 30), past_key_values=cache)
+        whole(prompt(2, 30), past_key_values=cache)
+    with pytest.raises(ValueError, match="max_cache_len=40"):
+        cache.get_seq_length()
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_compile_model_leaves_the_arguments_of_other_modules_alone():
+    class Writes(torch.nn.Module):
+        def forward(self, x, store):
+            store["y"] = x + 1
+            return x
+
+    store: dict[str, torch.Tensor] = {}
+    compile_model(Writes(), backend="eager")(torch.ones(2), store)
+    assert store["y"].tolist() == [2, 2]
