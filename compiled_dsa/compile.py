@@ -14,7 +14,8 @@ from compiled_dsa.graphs.compile_stats import CompileStats, counting_backend
 from compiled_dsa.graphs.full import FullGraphs
 from compiled_dsa.graphs.torch_compat import compile_whole, mark_tokens_dynamic
 
-GRAPHS = ("auto", "off", "full", "breakable", "piecewise")
+GRAPHS = ("auto", "off", "full")
+PLANNED = ("breakable", "piecewise")
 
 
 def compile_model(model: Any, graphs: str = "auto", *, backend: str | Callable = "inductor") -> Any:
@@ -69,10 +70,10 @@ def compile_model(model: Any, graphs: str = "auto", *, backend: str | Callable =
 
 
 def _runtime(graphs: str, model: Any) -> str:
+    if graphs in PLANNED:
+        raise NotImplementedError(f"graphs={graphs!r}: this runtime does not exist yet; use {', '.join(GRAPHS)}")
     if graphs not in GRAPHS:
         raise ValueError(f"graphs={graphs!r}; it must be one of {', '.join(GRAPHS)}")
-    if graphs in ("breakable", "piecewise"):
-        raise NotImplementedError(f"graphs={graphs!r}: this runtime does not exist yet; use 'auto', 'full' or 'off'")
     parameter = next(model.parameters(), None)
     on_gpu = parameter is not None and parameter.is_cuda
     if graphs == "full" and not on_gpu:

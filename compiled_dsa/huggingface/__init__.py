@@ -5,13 +5,13 @@ model = compiled_dsa.compile_model(model)
 model.generate(**inputs, past_key_values=PagedCache(model.config, batch_size, max_len))
 """
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from compiled_dsa.config import SUPPORTED_MODEL_TYPES, DSAConfig
@@ -20,6 +20,8 @@ from compiled_dsa.huggingface.attention import AttentionStats, DSAAttentionMixin
 from compiled_dsa.huggingface.cache import PagedCache
 
 __all__ = ["AttentionStats", "PagedCache", "replace_attention"]
+
+OLDEST, NEWEST = (5, 17), (5, 23)  # releases of transformers whose calls of attention modules are known
 
 # model_type -> (name of its attention class, whether its decoder layers pass the selection on)
 _ATTENTION = {
@@ -38,13 +40,21 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
     dropout, masks over queries and keys, packed sequences, requested attention weights, autocast) run its own forward
     and are counted in ``model.dsa_stats``; with a PagedCache they are a ValueError.
 
-    A second call changes nothing.
+    A second call changes nothing. The attention implementation is written into ``model.config``: another, stock model
+    that shares this config object needs a copy of it, made before.
 
     Raises:
-        ValueError: the model is none of deepseek_v32, glm_moe_dsa, axk2; the message says why. The model is unchanged.
+        ValueError: the model is none of deepseek_v32, glm_moe_dsa, axk2 (the message says why), or the release of
+            transformers is not one of 5.17 to 5.23. The model is unchanged.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}; it must be a transformers PreTrainedModel")
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if not OLDEST <= version <= NEWEST:
+        raise ValueError(
+            f"transformers {transformers.__version__} is not supported; it calls attention modules in another way than "
+            f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+        )
     config = model.config.get_text_config(decoder=True)
     DSAConfig.from_hf(config)
     if hasattr(model, "dsa_stats"):
@@ -60,18 +70,9 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
     model.dsa_stats = converted[0].dsa_stats if converted else AttentionStats()
     for module in modules:
         convert(module, config, returns_topk, model.dsa_stats)
-    _own_config(model)
     model.set_attn_implementation(masks.IMPLEMENTATION)
     model.register_forward_pre_hook(_begin_forward, with_kwargs=True)
     return model
-
-
-def _own_config(model: PreTrainedModel) -> None:
-    """Gives the model a config of its own: the attention implementation stands in it, and stock models may share it."""
-    shared, own = model.config, copy.deepcopy(model.config)
-    for module in model.modules():
-        if getattr(module, "config", None) is shared:
-            module.config = own
 
 
 def _begin_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]):

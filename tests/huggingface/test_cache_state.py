@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from compiled_dsa import compile_model
-from compiled_dsa.huggingface import PagedCache, replace_attention
+from compiled_dsa.huggingface import PagedCache
 from tests.huggingface.tiny_models import VOCABULARY, prompt
 
 
@@ -127,16 +127,6 @@ def test_a_hook_on_the_absorbed_projection_counts(fresh_pair):
     with pytest.raises(ValueError, match="kv_b_proj"):
         logits(fresh_pair.ours, ids, past_key_values=cache)
     assert cache.get_seq_length() == 0
-
-
-def test_a_stock_model_that_shared_the_config_still_works(fresh_pair):
-    sibling = type(fresh_pair.stock)(fresh_pair.stock.config).eval()
-    sibling.load_state_dict(fresh_pair.stock.state_dict())
-    replace_attention(sibling)
-    assert torch.isfinite(logits(fresh_pair.stock, prompt(2, 20))).all()
-    torch.testing.assert_close(
-        logits(sibling, prompt(2, 20)), logits(fresh_pair.stock, prompt(2, 20)), rtol=1e-4, atol=1e-4
-    )
 
 
 def test_an_overflow_of_whole_compiled_forwards_is_named(fresh_pair):

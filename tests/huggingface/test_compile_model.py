@@ -93,7 +93,7 @@ def test_training_falls_back_inside_one_graph():
 
 def test_arguments(pairs):
     model = copy.deepcopy(pairs["axk2"].ours)
-    with pytest.raises(ValueError, match="graphs='fast'; it must be one of auto, off, full, breakable, piecewise"):
+    with pytest.raises(ValueError, match="graphs='fast'; it must be one of auto, off, full"):
         compile_model(model, graphs="fast")
     assert not hasattr(model, "graph_stats")
     compile_model(model, backend="eager")
