@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from compiled_dsa import Indexer, SparseAttention
+from compiled_dsa import Indexer, SparseAttention, huggingface
 from compiled_dsa.huggingface import PagedCache, replace_attention
 from tests.huggingface.tiny_models import prompt, tiny_config, tiny_model
 
@@ -240,3 +240,12 @@ def test_a_longer_model_with_several_shared_layers():
     options = {"do_sample": False, "max_new_tokens": 4}
     want = stock.generate(prompt(2, 24), **options)
     assert torch.equal(ours.generate(prompt(2, 24), past_key_values=PagedCache(ours.config, 2, 32), **options), want)
+
+
+@pytest.mark.parametrize("version", ["5.16.2", "5.24.0", "6.0.0.dev0"])
+def test_other_releases_of_transformers_are_refused(pairs, monkeypatch, version):
+    model = copy.deepcopy(pairs["deepseek_v32"].stock)
+    monkeypatch.setattr(huggingface.transformers, "__version__", version)
+    with pytest.raises(ValueError, match=rf"{version} is not supported.*5\.17 to 5\.23"):
+        replace_attention(model)
+    assert not hasattr(model, "dsa_stats")
