@@ -31,6 +31,11 @@ def compile_whole(function: Callable, backend: Callable) -> Callable:
     return torch.compile(own, fullgraph=True, backend=backend, **options)
 
 
+def graph_breaks() -> int:
+    """Graph breaks that Dynamo has met in this process so far."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
 def mark_tokens_dynamic(tensor: torch.Tensor, dim: int) -> None:
     """The size of ``dim`` is dynamic from the first compile on; a size of 1 stays fixed, as torch specialises it."""
     if tensor.shape[dim] > 1:

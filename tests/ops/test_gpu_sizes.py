@@ -198,6 +198,7 @@ def test_fault_c2_decode_in_a_graph(T):
         ops.sparse_mla_decode(q_latent, q_rope, latents, chosen, count, table, requests, 0.05, None, out, lse)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     stream.synchronize()

@@ -109,7 +109,9 @@ def test_no_rows(backend):
     args = setup(2, *SIZES["fp32"], backend.device)
     for i in (0, 1, 3, 4, 6):
         args[i] = args[i][:0]
-    run(backend, args)
+    pool = args[2].clone()
+    assert run(backend, args).shape[0] == 0
+    assert torch.equal(args[2], pool)
 
 
 def test_strided_queries_and_output(backend):

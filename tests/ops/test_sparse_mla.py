@@ -175,7 +175,10 @@ def test_no_rows(backend):
     args = setup("fp32", 2, 8, 40, backend.device)
     for i in (0, 1, 3, 4, 6):
         args[i] = args[i][:0]
-    run(backend, args)
+    pool = args[2].clone()
+    out, lse = run(backend, args)
+    assert out.shape == (0, *args[0].shape[1:]) and lse.shape == out.shape[:2]
+    assert torch.equal(args[2], pool)
 
 
 def test_outputs_without_a_dense_last_dim_are_refused(backend):
