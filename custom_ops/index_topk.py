@@ -130,6 +130,7 @@ INDEX_TOPK_PREFILL = define(
     reference=reference,
     providers=_PROVIDERS,
     split=True,
+    rows={"q": None, "weights": None, "req_of_row": None, "visible": None, "topk_out": -1},
 )
 
 

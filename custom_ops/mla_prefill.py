@@ -64,6 +64,7 @@ MLA_PREFILL = define(
     reference=reference,
     providers={"triton": "compiled_dsa.custom_ops.kernels.mla_prefill"},
     split=True,
+    rows={"q_nope": None, "q_rope": None, "topk": None, "count": None, "req_of_row": None, "out": 0},
 )
 
 

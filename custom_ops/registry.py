@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from compiled_dsa.custom_ops.capture import BreakCall, run_or_split
+
 LIBRARY = torch.library.Library("compiled_dsa", "DEF")
 OPS: dict[str, "Op"] = {}
 REFERENCE = "reference"
@@ -27,6 +29,8 @@ class Op:
         reference: the specification in plain torch, which is also the CPU implementation.
         providers: name -> module path, in the order in which they are tried on a GPU.
         split: True when graphs are cut at this op (it runs between captured segments, not inside one).
+        rows: of a split op, place of each argument with one entry a row -> what its padding rows hold after a call
+            between segments, None for one that is only read (capture.py).
     """
 
     name: str
@@ -34,6 +38,7 @@ class Op:
     reference: Callable[..., None]
     providers: dict[str, str] = field(default_factory=dict)
     split: bool = False
+    rows: dict[int, float | None] = field(default_factory=dict)
 
     @property
     def overload(self) -> torch._ops.OpOverload:
@@ -87,9 +92,17 @@ class Op:
         self.check_all(*args)
         run = self.runner(provider, *args)
         device = _device(args)
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        if device.type == "cpu":
+            run(*args)
+        elif device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                run(*args)
+                self._run(run, args)
+        else:
+            self._run(run, args)
+
+    def _run(self, run: Callable[..., None], args: tuple) -> None:
+        if self.split:
+            run_or_split(BreakCall(self.name, run, args, self.rows))
         else:
             run(*args)
 
@@ -98,18 +111,30 @@ def _device(args: tuple) -> torch.device:
     return next(a.device for a in args if isinstance(a, torch.Tensor))
 
 
-def define(schema: str, *, check, reference, providers: dict[str, str], split: bool = False) -> Op:
+def define(
+    schema: str,
+    *,
+    check,
+    reference,
+    providers: dict[str, str],
+    split: bool = False,
+    rows: dict[str, float | None] | None = None,
+) -> Op:
     """Registers an op.
 
     Args:
         schema: ``name(arguments)`` without the provider argument and the return: every op writes into buffers of its
             caller and returns nothing, so no output can alias an input and the fake has nothing to compute.
         split: annotates the op as one at which graphs are cut.
+        rows: of a split op, name of each argument with one entry a row -> what its padding rows hold after a call
+            between segments, None for one that is only read.
     """
     name, arguments = schema.rstrip(")").split("(", 1)
     tags = [torch.Tag.needs_fixed_stride_order] + ([torch.Tag.cudagraph_unsafe] if split else [])
     LIBRARY.define(f"{name}({arguments}, *, str? provider=None) -> ()", tags=tags)
-    op = Op(name, check, reference, providers, split)
+    places = [argument.split("=")[0].split()[-1] for argument in arguments.split(",")]
+    by_place = {places.index(argument): fill for argument, fill in (rows or {}).items()}
+    op = Op(name, check, reference, providers, split, by_place)
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, op.__call__, key)
 
