@@ -1,55 +1,91 @@
 """Cutting a traced graph at its split ops.
 
 A split op is an operator tagged ``cudagraph_unsafe`` where it is registered (``registry.define(split=True)`` and
-``registry.split_op`` do so): what it launches cannot lie inside a captured CUDA graph.
+``capture.split_op`` do so): what it launches cannot lie inside a captured CUDA graph.
 """
+
+import copy
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
 PIECE, CUT = "piece_", "cut_"  # names of the submodules of a split graph, numbered in the order in which they run
+_MODES = (torch._C._set_grad_enabled, torch.amp._enter_autocast, torch.amp._exit_autocast)
 
 
 def split_op_of(node: fx.Node) -> torch._ops.OpOverload | None:
     """The split op that a node calls, or None."""
     target = node.target
     if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.cudagraph_unsafe in target.tags:
-        return target
-    return None
+        overloads = [getattr(target, name) for name in target.overloads()]
+    else:
+        overloads = [target] if isinstance(target, torch._ops.OpOverload) else []
+    return next((overload for overload in overloads if torch.Tag.cudagraph_unsafe in overload.tags), None)
 
 
 def split_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     """The same computation as a sequence of submodules: pieces between the cuts, and cuts of one split op each.
 
-    The submodules are ``piece_0``, ``cut_1``, ``piece_2`` and so on in order; there is no empty piece, and sizes and
-    other things that run no kernel go where they are first needed.
+    The submodules are ``piece_0``, ``cut_1``, ``piece_2`` and so on, in the order in which they run. No piece is empty:
+    sizes and switches of grad mode or autocast, which run no kernel, belong to the part that comes after them.
+
+    Args:
+        graph_module: a graph as Dynamo hands it to a backend (values in ``meta["example_value"]``); it is not changed.
     """
-    place: dict[fx.Node, int] = {}
-    at = 0
-    for node in graph_module.graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
-            continue
-        if split_op_of(node) is not None:
-            at += 1
-            place[node] = at
-            at += 1
-        else:
-            place[node] = at
-    cuts = {index for node, index in place.items() if split_op_of(node) is not None}
-    names: dict[int, str] = {}
-    for index in sorted(set(place.values())):
-        names[index] = f"{CUT if index in cuts else PIECE}{len(names)}"
-    split = split_module(graph_module, None, lambda node: names[place[node]], keep_original_order=True)
-    for index, name in names.items():
-        # split_module names its modules submod_<partition>
-        module = getattr(split, f"submod_{name}")
-        delattr(split, f"submod_{name}")
-        split.add_submodule(name, module)
-    for node in split.graph.nodes:
-        if node.op == "call_module":
-            node.target = node.target.removeprefix("submod_")
+    graph_module = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    _give_sizes_to_users(graph_module.graph)
+    parts = _parts(graph_module.graph)
+    place = {node: index for index, part in enumerate(parts) for node in part.nodes}
+    split = split_module(graph_module, None, place.__getitem__, keep_original_order=True)
+    for node in list(split.graph.find_nodes(op="call_module")):
+        index = int(node.target.removeprefix("submod_"))
+        module = split.get_submodule(node.target)
+        delattr(split, node.target)
+        node.target = f"{CUT if parts[index].cut else PIECE}{index}"
+        split.add_submodule(node.target, module)
     split.recompile()
     return split
+
+
+@dataclass
+class _Part:
+    cut: bool
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+def _parts(graph: fx.Graph) -> list[_Part]:
+    """The nodes that compute, in order, as maximal runs without a split op, and split ops by themselves."""
+    parts: list[_Part] = []
+    waiting: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        waiting.append(node)
+        if _runs_no_kernel(node):
+            continue
+        cut = split_op_of(node) is not None
+        if cut or not parts or parts[-1].cut:
+            parts.append(_Part(cut))
+        parts[-1].nodes += waiting
+        waiting = []
+    if waiting:
+        parts = parts or [_Part(cut=False)]
+        parts[-1].nodes += waiting
+    return parts
+
+
+def _runs_no_kernel(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return node.target in _MODES or isinstance(value, (torch.Size, torch.SymInt, torch.SymFloat, torch.SymBool, int))
+
+
+def _give_sizes_to_users(graph: fx.Graph) -> None:
+    """Every use of a whole ``torch.Size`` reads it anew, in the part that needs it: compilers refuse it as an input."""
+    for node in list(graph.find_nodes(op="call_method", target="size")):
+        if isinstance(node.meta.get("example_value"), torch.Size):
+            for user in list(node.users):
+                with graph.inserting_before(user):
+                    user.replace_input_with(node, graph.node_copy(node))
+            graph.erase_node(node)
