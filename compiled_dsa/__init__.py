@@ -9,6 +9,7 @@ from compiled_dsa.batch import Batch
 from compiled_dsa.cache import LayerPools, OutOfPagesError, PagePool
 from compiled_dsa.compile import compile_model
 from compiled_dsa.config import DSAConfig, IndexFormat
+from compiled_dsa.graphs.warm_start import load_compiled, save_compiled
 from compiled_dsa.indexer import Indexer
 
 __all__ = [
@@ -21,4 +22,6 @@ __all__ = [
     "PagePool",
     "SparseAttention",
     "compile_model",
+    "load_compiled",
+    "save_compiled",
 ]

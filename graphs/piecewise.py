@@ -46,6 +46,7 @@ def piecewise_backend(backend: str | Callable = "inductor", pieces: Pieces | Non
     def compile_pieces(graph_module: fx.GraphModule, example_inputs: list) -> Callable:
         split = split_graph(graph_module)
         for name, part in list(split.named_children()):
+            assert isinstance(part, fx.GraphModule)
             if name.startswith(PIECE):
                 run = _compiled(part, compile_piece)
                 made.pieces += 1
