@@ -106,6 +106,31 @@ class Batch:
         return cls._assemble(flat[0], flat[1], flat[2], q_start, kv_len, page_table, kind, skip_scores)
 
     @classmethod
+    def idle(
+        cls, num_rows: int, num_requests: int, pages: int, device: torch.device | str, *, kind: str, skip_scores: bool
+    ) -> "Batch":
+        """A batch in which nothing is to be done: padding rows of requests without keys, as graphs are captured with.
+
+        Args:
+            pages: columns of the page table.
+        """
+
+        def filled(*shape: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        return cls(
+            positions=filled(num_rows),
+            slots=filled(num_rows, value=-1, dtype=torch.int64),
+            req_of_row=filled(num_rows),
+            visible=filled(num_rows),
+            q_start=filled(num_requests + 1),
+            kv_len=filled(num_requests),
+            page_table=filled(num_requests, pages, value=-1),
+            kind=kind,
+            skip_scores=skip_scores,
+        )
+
+    @classmethod
     def _assemble(cls, positions, request, real, q_start, kv_len, page_table, kind, skip_scores) -> "Batch":
         real = real & (positions >= 0)
         positions = positions.clamp(min=0)

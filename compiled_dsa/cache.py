@@ -155,6 +155,22 @@ class PagePool:
             for pool in layer.tensors():
                 pool[to] = pool[source_pages]
 
+    # ---- what a CUDA graph needs to know (graphs/buffers.py: GraphState) -------------------------------------------
+
+    def advanced_tensors(self) -> list[Tensor]:
+        """None: lengths are the caller's, and what a step writes it writes again in the same slots when repeated."""
+        return []
+
+    def trace_facts(self) -> tuple:
+        """None that change."""
+        return ()
+
+    def set_trace_facts(self, facts: tuple | None) -> None:
+        pass
+
+    def signature(self) -> tuple:
+        return tuple((pool.shape, pool.dtype, pool.device) for layer in self.layers for pool in layer.tensors())
+
     def _checked(self, request: int) -> int:
         if not 0 <= request < len(self._held):
             raise ValueError(f"request={request}; the pool has requests 0 to {len(self._held) - 1}")

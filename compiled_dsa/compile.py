@@ -1,24 +1,49 @@
 """compile_model: the entry for compiling a model whose attention is compiled_dsa's."""
 
-import dataclasses
 import functools
+import time
 import warnings
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from compiled_dsa.batch import DECODE, PREFILL
+from compiled_dsa.graphs.buckets import BATCH_SIZES, TOKEN_SIZES, Buckets
 from compiled_dsa.graphs.buffers import CaptureError
 from compiled_dsa.graphs.compile_stats import CompileStats, counting_backend
-from compiled_dsa.graphs.full import FullGraphs
-from compiled_dsa.graphs.torch_compat import compile_whole, mark_tokens_dynamic
+from compiled_dsa.graphs.piecewise import Pieces, piecewise_backend
+from compiled_dsa.graphs.runner import GraphMemory, GraphRunner, RunnerStats
+from compiled_dsa.graphs.torch_compat import cause_of_failed_compile, compile_whole
+from compiled_dsa.steps import NoBucket, Planner, variant, with_dynamic_tokens
 
-GRAPHS = ("auto", "off", "full")
-PLANNED = ("breakable", "piecewise")
+# runtime -> kind of forward -> is it broken at split ops (True) or captured whole (False)
+RUNTIMES: dict[str, dict[str, bool]] = {
+    "off": {},
+    "auto": {DECODE: False, PREFILL: True},
+    "full": {DECODE: False, PREFILL: False},
+    "breakable": {DECODE: True, PREFILL: True},
+    "piecewise": {DECODE: True, PREFILL: True},
+}
+ON_MISS = ("warn", "raise")
 
 
-def compile_model(model: Any, graphs: str = "auto", *, backend: str | Callable = "inductor") -> Any:
+class GraphMissError(RuntimeError):
+    """After ``end_warm_up()``, a forward compiled something or ran without the graph that should serve it."""
+
+
+def compile_model(
+    model: Any,
+    graphs: str = "auto",
+    *,
+    batch_sizes: Iterable[int] = BATCH_SIZES,
+    token_sizes: Iterable[int] = TOKEN_SIZES,
+    max_cache_len: int | None = None,
+    on_miss: str = "warn",
+    backend: str | Callable = "inductor",
+) -> Any:
     """Compiles ``model.forward`` as one graph, in place, and returns the model.
 
     ``generate()`` then runs the compiled forward (``torch.compile(model).generate`` would compile nothing). Token
@@ -27,31 +52,60 @@ def compile_model(model: Any, graphs: str = "auto", *, backend: str | Callable =
     other lengths; under another grad mode (``no_grad``, ``inference_mode``) or with a cache of another size it compiles
     once more.
 
+    On a GPU, CUDA graphs replay the compiled code. Each kind of forward is captured when it first occurs, once for each
+    cache. Decode-shaped forwards (at most 8 new tokens a row) are captured at their own size, others padded to a bucket
+    of ``token_sizes``; the padding computes and stores nothing that anyone reads. A model of your own, whose forward
+    takes a ``Batch`` and the ``PagePool``, is padded to ``batch_sizes`` too. Forwards without a ``PagedCache`` or a
+    ``Batch``, and prefills beyond the largest size, run the compiled code without a graph.
+
     Args:
         model: a model after ``replace_attention``, or any module. Move, cast and copy it before: CUDA graphs read the
             weights where they were when captured. Their values may change in place.
         graphs: which CUDA graphs replay the compiled code.
             "off": none.
-            "full": decode-shaped forwards into a ``PagedCache`` (at most 8 new tokens a row) are captured whole, once
-            for each cache and kind of call, and replayed from then on; other forwards run without a graph. A forward
-            that cannot be captured is an error.
-            "auto": "full" for a model on a GPU, with a warning in place of the error; else "off".
-            "breakable" and "piecewise" do not exist yet.
+            "full": every forward is one graph, with all rows of its bucket in every op.
+            "breakable": a forward is cut, while it is captured, at the ops that graphs are split at (index_topk_prefill
+            and mla_prefill); these run between the graphs, on the real rows.
+            "piecewise": the same, but cut before compiling, so that each piece is compiled by itself; without a GPU,
+            compiled pieces without graphs.
+            "auto": "full" for decode-shaped forwards and "breakable" for others on a GPU, else "off".
+        batch_sizes: requests of a ``Batch`` to which decode is padded.
+        token_sizes: new tokens a row, or rows of a ``Batch``, to which prefill is padded.
+        max_cache_len: longest request of a ``Batch``, which sets the width of captured page tables. None: that of the
+            first page table seen.
+        on_miss: after ``model.end_warm_up()``, a compile or a forward without a graph "warn"s once or "raise"s.
         backend: torch.compile's backend.
 
     Returns:
-        The model, with ``model.graph_stats() -> dict`` added: ``graphs`` (in force), ``compiles`` (graphs compiled so
-        far), ``captured``, ``replayed``, ``dropped`` (CUDA graphs), ``uncaptured`` (forwards without one).
+        The model, with these methods added:
+        ``graph_stats() -> dict``: ``graphs`` (in force), ``compiles`` (graphs compiled so far), ``recompiles`` (of
+        them after the end of the warm-up), ``captured`` and ``replayed`` (forwards), ``segments`` and ``breaks``
+        (graphs and split ops in the captured ones), ``replayed_segments``, ``replayed_breaks``, ``dropped`` (captured
+        forwards given up with their cache), ``uncaptured`` (forwards without a graph), ``reasons`` (of these,
+        counted), ``pool_bytes``, ``pieces`` (compiled by "piecewise").
+        ``warm_up(run, sizes) -> dict``: calls ``run(size)`` for each size, largest first, with a progress bar; seconds
+        each. ``end_warm_up()``.
         ``model.generation_config.disable_compile`` is set, since generate() would compile the forward once more.
 
     Raises:
-        ValueError: an unknown ``graphs``, "full" for a model that is not on a GPU, or a model that is compiled already.
-        NotImplementedError: a graph runtime that does not exist yet.
+        ValueError: an argument outside of the above, graphs for a model that is not on a GPU, or a model that is
+            compiled already. Later, forwards raise ``CaptureError`` when they cannot be captured and ``graphs`` is not
+            "auto" (which warns and goes on without), and ``GraphMissError`` as ``on_miss`` says.
     """
-    runtime = _runtime(graphs, model)
+    if graphs not in RUNTIMES:
+        raise ValueError(f"graphs={graphs!r}; it must be one of {', '.join(RUNTIMES)}")
+    if on_miss not in ON_MISS:
+        raise ValueError(f"on_miss={on_miss!r}; it must be one of {', '.join(ON_MISS)}")
+    if max_cache_len is not None and max_cache_len < 1:
+        raise ValueError(f"max_cache_len={max_cache_len}; it must be at least 1 or None")
+    planner = Planner(Buckets("token_sizes", token_sizes), Buckets("batch_sizes", batch_sizes), max_cache_len)
+    parameter = next(model.parameters(), None)
+    on_gpu = parameter is not None and parameter.is_cuda
+    if graphs not in ("off", "auto", "piecewise") and not on_gpu:
+        raise ValueError(f"graphs={graphs!r}; CUDA graphs need a model on a GPU, use 'auto' or 'off'")
     if hasattr(model, "graph_stats"):
         raise ValueError("model is compiled already; compile_model takes a model once")
-    forwards = _Forwards(model.forward, backend, runtime == "full", strict=graphs == "full")
+    forwards = _Forwards(model.forward, backend, graphs, on_gpu, planner, on_miss)
 
     @functools.wraps(model.forward)
     def forward(*args, **kwargs):
@@ -62,6 +116,7 @@ def compile_model(model: Any, graphs: str = "auto", *, backend: str | Callable =
 
     model.forward = forward
     model.graph_stats = forwards.stats
+    model.warm_up, model.end_warm_up = forwards.warm_up, forwards.end_warm_up
     model.__deepcopy__ = refuse_copy
     generation_config = getattr(model, "generation_config", None)
     if generation_config is not None:
@@ -69,99 +124,110 @@ def compile_model(model: Any, graphs: str = "auto", *, backend: str | Callable =
     return model
 
 
-def _runtime(graphs: str, model: Any) -> str:
-    if graphs in PLANNED:
-        raise NotImplementedError(f"graphs={graphs!r}: this runtime does not exist yet; use {', '.join(GRAPHS)}")
-    if graphs not in GRAPHS:
-        raise ValueError(f"graphs={graphs!r}; it must be one of {', '.join(GRAPHS)}")
-    parameter = next(model.parameters(), None)
-    on_gpu = parameter is not None and parameter.is_cuda
-    if graphs == "full" and not on_gpu:
-        raise ValueError("graphs='full'; CUDA graphs need a model on a GPU, use 'auto' or 'off'")
-    return "full" if on_gpu and graphs != "off" else "off"
-
-
 class _Forwards:
-    """Sends each forward to a CUDA graph or to the compiled code."""
+    """Sends each forward to a captured graph or to the compiled code."""
 
-    def __init__(self, eager: Callable, backend: str | Callable, use_graphs: bool, strict: bool):
-        self._eager, self._strict = eager, strict
-        self._compile_stats = CompileStats()
-        self._backend = counting_backend(self._compile_stats, backend)
+    def __init__(self, eager: Callable, backend, graphs: str, on_gpu: bool, planner: Planner, on_miss: str):
+        self._eager, self._planner, self._on_miss = eager, planner, on_miss
+        self._compile_stats, self._pieces = CompileStats(), Pieces()
+        if graphs == "piecewise":
+            backend = piecewise_backend(backend, self._pieces)
+        self._backend = counting_backend(self._compile_stats, backend, lambda: self._miss("compiled after the warm-up"))
         self._compiled: dict[Hashable, Callable] = {}
-        self._graphs = FullGraphs(self._run)
-        self._use_graphs = use_graphs
-        self._uncaptured = 0
+        self._graphs = graphs
+        memory = GraphMemory()
+        by_cut = {cut: GraphRunner(self.run, cut=cut, memory=memory) for cut in set(RUNTIMES[graphs].values())}
+        self._memory = memory
+        self.runners = {kind: by_cut[cut] for kind, cut in RUNTIMES[graphs].items()} if on_gpu else {}
+        self._all_runners = list(by_cut.values())
+        self._reasons: Counter[str] = Counter()
+        self._warm_compiles: int | None = None  # compiles when the warm-up ended
+        self._warned: set[str] = set()
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        args, kwargs = _with_dynamic_tokens(args, kwargs)
-        state = next((a for a in (*args, *kwargs.values()) if hasattr(a, "trace_facts")), None)
-        graphable = state is not None and state.trace_facts() is not None and state.decode_shaped
-        if self._use_graphs and graphable and not torch.cuda.is_current_stream_capturing():
-            try:
-                return self._graphs(state, args, kwargs)
-            except CaptureError as error:
-                if self._strict:
-                    raise
-                warnings.warn(f"graphs='auto': decode runs without CUDA graphs from now on: {error}", stacklevel=3)
-                self._use_graphs = False
-        self._uncaptured += 1
-        return self._run(*args, **kwargs)
+        try:
+            return self._forward(args, kwargs)
+        except Exception as error:
+            cause = cause_of_failed_compile(error)
+            if isinstance(cause, GraphMissError):
+                raise cause from None
+            raise
 
-    def _run(self, *args, **kwargs) -> Any:
-        # Each variant is compiled on its own: before torch 2.13 recompiles count against a fixed limit of 8.
-        variant = tuple(_variant(a) for a in (*args, *kwargs.values()))
-        if variant not in self._compiled:
-            self._compiled[variant] = compile_whole(self._eager, self._backend)
-        return self._compiled[variant](*args, **kwargs)
+    def _forward(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not self.runners or torch.cuda.is_current_stream_capturing():
+            return self._uncaptured("graphs are off", args, kwargs)
+        try:
+            kind, step = self._planner.plan(args, kwargs)
+        except NoBucket as reason:
+            return self._uncaptured(str(reason), args, kwargs)
+        if kind not in self.runners:
+            return self._uncaptured("a capture failed", args, kwargs)
+        try:
+            return self.runners[kind](step)
+        except CaptureError as error:
+            if self._graphs != "auto":
+                raise
+            warnings.warn(f"graphs='auto': {kind} runs without CUDA graphs from now on: {error}", stacklevel=4)
+            del self.runners[kind]
+        return self._uncaptured("a capture failed", args, kwargs)
+
+    def _uncaptured(self, reason: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._reasons[reason] += 1
+        if self._all_runners:
+            self._miss(f"ran without a graph: {reason}")
+        return self.run(*args, **kwargs)
+
+    def _miss(self, what: str) -> None:
+        if self._warm_compiles is None:
+            return
+        if self._on_miss == "raise":
+            raise GraphMissError(f"a forward {what}")
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(f"a forward {what}", stacklevel=5)
+
+    def run(self, *args, **kwargs) -> Any:
+        """The compiled code. Each variant is compiled on its own: before torch 2.13 recompiles count against a fixed
+        limit of 8."""
+        args, kwargs = with_dynamic_tokens(args, kwargs)
+        key = tuple(variant(a) for a in (*args, *kwargs.values()))
+        if key not in self._compiled:
+            self._compiled[key] = compile_whole(self._eager, self._backend)
+        return self._compiled[key](*args, **kwargs)
+
+    def warm_up(self, run: Callable[[int], Any], sizes: Iterable[int], *, progress: bool = True) -> dict[int, float]:
+        """Calls ``run(size)`` for each size, the largest first so that smaller graphs find room in its memory.
+
+        Returns:
+            Seconds of each size, compiling and capturing included.
+        """
+        from rich.progress import track  # import compiled_dsa brings in torch alone
+
+        seconds = {}
+        for size in track(sorted(set(sizes), reverse=True), "warming up", disable=not progress, transient=True):
+            start = time.perf_counter()
+            run(size)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[size] = time.perf_counter() - start
+        return seconds
+
+    def end_warm_up(self) -> None:
+        """From now on a compile or a forward without a graph is a miss."""
+        self._warm_compiles = self._compile_stats.compiles
 
     def stats(self) -> dict[str, Any]:
+        counts = Counter(asdict(RunnerStats()))
+        for runner in self._all_runners:
+            counts.update(asdict(runner.stats))
+        compiles = self._compile_stats.compiles
         return {
-            "graphs": "full" if self._use_graphs else "off",
-            "compiles": self._compile_stats.compiles,
-            "uncaptured": self._uncaptured,
-            **dataclasses.asdict(self._graphs.stats),
+            "graphs": self._graphs if self.runners or self._graphs == "piecewise" else "off",
+            "compiles": compiles,
+            "recompiles": 0 if self._warm_compiles is None else compiles - self._warm_compiles,
+            **counts,
+            "uncaptured": sum(self._reasons.values()),
+            "reasons": dict(self._reasons),
+            "pool_bytes": self._memory.bytes(),
+            "pieces": self._pieces.pieces,
         }
-
-
-def _variant(argument: Any) -> Any:
-    """What of an argument calls for a trace of its own: sizes of 1, flags, and what a cache's host knows."""
-    if isinstance(argument, Tensor):
-        return tuple(min(size, 2) for size in argument.shape)
-    if isinstance(argument, dict):
-        return tuple(_variant(value) for value in argument.values())
-    if hasattr(argument, "trace_facts"):
-        return argument.trace_facts()
-    return argument if isinstance(argument, bool) else type(argument)
-
-
-TOKENS = ("input_ids", "position_ids", "inputs_embeds")  # [B, S] or [B, S, hidden]
-MASK = "attention_mask"
-
-
-def _with_dynamic_tokens(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments, the sizes of transformers' token arguments that count rows or tokens marked dynamic.
-
-    Strides are guarded too, and a slice of a longer prompt would differ in them: token arguments are made contiguous.
-    Masks are bool [B, columns], where the columns are those of the cache and stay fixed; a dict has one mask for each
-    type of layer. Other arguments are left alone.
-    """
-    for argument in args[:1]:
-        if isinstance(argument, Tensor) and argument.dim() == 2:
-            _mark(argument, 2)
-    changed = {}
-    for name in TOKENS:
-        argument = kwargs.get(name)
-        if isinstance(argument, Tensor) and argument.dim() >= 2:
-            changed[name] = argument.contiguous()
-            _mark(changed[name], 2)
-    mask = kwargs.get(MASK)
-    for each in mask.values() if isinstance(mask, dict) else (mask,):
-        if isinstance(each, Tensor) and each.dim() == 2:
-            _mark(each, 1)
-    return args, kwargs | changed
-
-
-def _mark(tensor: Tensor, dims: int) -> None:
-    for dim in range(dims):
-        mark_tokens_dynamic(tensor, dim)

@@ -1,13 +1,12 @@
 """Static input buffers of a captured graph: allocated once, refilled before every replay."""
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-STATE = "<state>"  # stands for the object whose tensors the call advances; it must not be kept alive by a graph
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -15,55 +14,84 @@ class CaptureError(RuntimeError):
     """A call cannot be captured in a CUDA graph; nothing that it advances has advanced."""
 
 
-def describe(leaf: Any, state: Any, name: str) -> Hashable:
-    """What a graph fixes of a leaf: a tensor's shape, strides, dtype and device, or the type and value of a constant.
+class GraphState(Protocol):
+    """An argument that a graph reads and writes where it lies (a cache), instead of a copy of it.
+
+    A warm-up must not advance it, a capture runs nothing on the device, and a replay runs no Python.
+    """
+
+    def advanced_tensors(self) -> list[Tensor]:
+        """The tensors that a call advances (lengths). What a call writes again in the same place need not be here."""
+
+    def trace_facts(self) -> Hashable:
+        """What the host knows of the coming call and its trace depends on; None when nothing was announced."""
+
+    def set_trace_facts(self, facts: Any) -> None:
+        """Announces the call again after a warm-up; None once a replay has served it."""
+
+    def signature(self) -> Hashable:
+        """Equal for two states when a call that was warmed up with one needs no warm-up with the other."""
+
+
+def is_state(leaf: Any) -> bool:
+    return hasattr(leaf, "advanced_tensors")
+
+
+def describe(leaf: Any, name: str, *, sizes: bool) -> Hashable:
+    """What a graph fixes of a leaf: dtype, device and (with ``sizes``) shape and strides of a tensor, or a constant.
 
     Raises:
         CaptureError: anything else. It might hold tensors that no replay would refresh.
     """
-    if leaf is state:
-        return STATE
+    if is_state(leaf):
+        return ("state", id(leaf))
     if isinstance(leaf, Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if sizes else (leaf.dim(), leaf.dtype, leaf.device)
     if isinstance(leaf, CONSTANTS):
         return (type(leaf), leaf)
-    raise CaptureError(f"{name} is a {type(leaf).__name__}; a graph takes tensors, constants and the state it advances")
+    raise CaptureError(f"{name} is a {type(leaf).__name__}; a graph takes tensors, constants and states")
 
 
 class Call:
     """The arguments of one call, taken apart.
 
+    Args:
+        bucket: of a call that is padded: calls of one bucket share a graph, whatever their own sizes. None: the sizes
+            must be the same.
+
     Attributes:
         leaves: tensors and other values, in the order of ``spec``.
+        states: those that are a ``GraphState``.
         key: hashable; two calls share it when one captured graph can serve both.
     """
 
-    def __init__(self, args: tuple, kwargs: dict[str, Any], state: Any):
+    def __init__(self, args: tuple, kwargs: dict[str, Any], bucket: Hashable = None):
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
-        described = tuple(describe(leaf, state, "an argument") for leaf in self.leaves)
-        self.key: tuple[str, tuple] = (str(self.spec), described)
+        self.states: list[GraphState] = [leaf for leaf in self.leaves if is_state(leaf)]
+        described = tuple(describe(leaf, "an argument", sizes=bucket is None) for leaf in self.leaves)
+        facts = tuple(state.trace_facts() for state in self.states)
+        self.key: tuple = (str(self.spec), described, facts, bucket)
 
-    def difference(self, captured: tuple[str, tuple]) -> str:
-        """What of this call differs from a captured one's key, for a message."""
-        structure, described = captured
-        if self.key[0] != structure:
-            return f"the call has structure {self.key[0]}, the graph {structure}"
+    def path(self, place: int) -> str:
+        """Where a leaf stands in the arguments, for a message."""
         paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(self.leaves, self.spec))
-        pairs = zip(paths, self.key[1], described)
-        return "; ".join(
-            f"input {pytree.keystr(path)} is {given}, captured was {held}"
-            for (path, _), given, held in pairs
-            if given != held
-        )
+        return pytree.keystr(paths[place][0])
 
 
 class StaticInputs:
-    """Copies of the tensors of one call, at addresses that stay."""
+    """Tensors at addresses that stay, for the calls of one key.
 
-    def __init__(self, call: Call):
-        self._key, self._spec = call.key, call.spec
+    Args:
+        idle: a call of the largest sizes in which nothing is to be done. What a smaller call leaves of a buffer holds
+            the values of this one.
+    """
+
+    def __init__(self, idle: Call):
+        self._spec, self._structure = idle.spec, idle.key[0]
+        self._constants = [None if is_state(leaf) else leaf for leaf in idle.leaves]
         with torch.inference_mode(False):  # a buffer made in inference mode could not be refilled outside of it
-            self._tensors = [leaf.clone() if isinstance(leaf, Tensor) else None for leaf in call.leaves]
+            self._idle = [leaf.clone() if isinstance(leaf, Tensor) else None for leaf in idle.leaves]
+            self._tensors = [None if leaf is None else leaf.clone() for leaf in self._idle]
 
     def arguments(self, call: Call) -> tuple[tuple, dict[str, Any]]:
         """(args, kwargs) of the call with its tensors replaced by the static ones."""
@@ -71,13 +99,44 @@ class StaticInputs:
         return pytree.tree_unflatten(static, self._spec)
 
     def fill(self, call: Call) -> None:
-        """Copies the tensors of another call in.
+        """Copies the tensors of another call in, in one launch a dtype unless a tensor is smaller than its buffer.
 
         Raises:
-            ValueError: an input differs from the captured one in more than a tensor's values; names it and both.
+            ValueError: another structure or constant, or a tensor that does not fit its buffer; names the input and
+                both. Nothing was copied.
         """
-        if call.key != self._key:
-            raise ValueError(f"the graph was captured for another call: {call.difference(self._key)}")
-        pairs = [(held, leaf) for held, leaf in zip(self._tensors, call.leaves) if held is not None]
+        if call.key[0] != self._structure:
+            raise ValueError(f"the call has structure {call.key[0]}, captured was {self._structure}")
+        rest: list[tuple[Tensor, Tensor]] = []
+        given: list[tuple[Tensor, Tensor]] = []
+        for place, (held, leaf, idle) in enumerate(zip(self._tensors, call.leaves, self._idle)):
+            if held is None:
+                if not is_state(leaf) and leaf != self._constants[place]:
+                    raise ValueError(f"input {call.path(place)} is {leaf!r}, captured was {self._constants[place]!r}")
+                continue
+            if not isinstance(leaf, Tensor) or leaf.dim() != held.dim() or leaf.dtype != held.dtype:
+                raise ValueError(f"input {call.path(place)} is {_shown(leaf)}, captured was {_shown(held)}")
+            if any(size > room for size, room in zip(leaf.shape, held.shape)):
+                raise ValueError(f"input {call.path(place)} is {_shown(leaf)}, captured was room for {_shown(held)}")
+            if leaf.shape == held.shape:
+                given.append((held, leaf))
+            else:
+                region = held[tuple(slice(size) for size in leaf.shape)]
+                rest.extend(_complement(held, idle, leaf.shape))
+                given.append((region, leaf))
+        pairs = [(held, leaf) for held, leaf in rest + given if held.numel()]
         if pairs:
             torch._foreach_copy_([held for held, _ in pairs], [leaf for _, leaf in pairs])
+
+
+def _complement(held: Tensor, idle: Tensor, shape: torch.Size) -> list[tuple[Tensor, Tensor]]:
+    """What of ``held`` and ``idle`` lies outside the region [0, shape), in disjoint parts."""
+    parts = []
+    for dim, size in enumerate(shape):
+        outside = tuple(slice(s) for s in shape[:dim]) + (slice(size, None),)
+        parts.append((held[outside], idle[outside]))
+    return parts
+
+
+def _shown(leaf: Any) -> str:
+    return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from compiled_dsa.batch import MAX_DECODE_TOKENS, Batch
+from compiled_dsa.batch import Batch
 from compiled_dsa.cache import LayerPools, PagePool, check_cache_dtype, supports_fp8
 from compiled_dsa.config import DSAConfig
 from compiled_dsa.custom_ops.layout import FP8, PAGE
@@ -109,10 +109,10 @@ class PagedCache(Cache):
         self._columns: int | None = 0  # None: a fully compiled forward advanced the device's count only
         self._rows = 0  # batch size in use, 0 while empty
         self._padded = False  # some column so far was padding
-        self._begun: bool | None = None  # skip_scores of the forward that begin() announced
+        self._begun: tuple[bool, bool] | None = None  # (skip_scores, padded to a bucket) of the announced forward
         self._before: tuple[int, int, bool] = (0, 0, False)  # columns, rows, padded, before that announcement
         self._batch: Batch | None = None  # of the forward under way
-        self.decode_shaped = False  # the forward that begin() announced has few tokens a row
+        self.new_tokens = 0  # tokens a row of the forward that begin() announced
         self._device, self._dtype = device, dtype
         self.serves: tuple | None = None  # the model and dtype that check_model last accepted
         if device is not None and dtype is not None:
@@ -141,10 +141,11 @@ class PagedCache(Cache):
             pool.reserve(request, self.max_cache_len)
         device = pool.page_table.device
         self._length = torch.zeros((), dtype=torch.int64, device=device)
+        self._new_columns = torch.zeros((), dtype=torch.int64, device=device)  # of a forward padded to a bucket
         self._kv_len = torch.zeros(self.max_batch_size, dtype=torch.int64, device=device)
         self._real = torch.ones(self.max_batch_size, self.max_cache_len, dtype=torch.bool, device=device)
         pools = [tensor for layer in pool.layers for tensor in layer.tensors()]
-        for tensor in (self._length, self._kv_len, self._real, pool.page_table, *pools):
+        for tensor in (self._length, self._new_columns, self._kv_len, self._real, pool.page_table, *pools):
             torch._dynamo.mark_static_address(tensor)
         self.pool = pool
 
@@ -164,7 +165,7 @@ class PagedCache(Cache):
         return self.columns_on_device() if torch.compiler.is_compiling() else self.columns()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self._begun is None:  # else begin() has checked, before any padding
             self.check_fits(None, query_length)
         return self.max_cache_len, 0
 
@@ -228,8 +229,7 @@ class PagedCache(Cache):
             if not bool(self._real[:batch_size, :held].all()):
                 raise ValueError("attention_mask=None; the cache holds padding columns, later steps must mask them too")
             self._padded = False  # what was padding has been cropped or reordered away
-        self._begun = total <= self.index_topk
-        self.decode_shaped = query_length <= MAX_DECODE_TOKENS
+        self._begun, self.new_tokens = (total <= self.index_topk, False), query_length
         self._before, self._columns, self._rows = before, total, batch_size
         return attention_mask
 
@@ -288,36 +288,47 @@ class PagedCache(Cache):
 
     def _advance(self, hidden_states: Tensor, columns_real: Tensor | None) -> Batch:
         B, S, _ = hidden_states.shape
-        columns = self.columns_on_device() + torch.arange(S, device=self._length.device)
+        held, new = self.columns_on_device(), torch.arange(S, device=self._length.device)
+        announced, self._begun = self._begun, None
+        skip_scores, padded = announced or (False, False)
+        step: Tensor | int = self._new_columns if padded else S
         real = None
         if columns_real is not None:
-            later = torch.arange(self.max_cache_len, device=columns.device) > columns[-1]
+            later = torch.arange(self.max_cache_len, device=new.device) >= held + step
             self._real[:B] = columns_real | later  # what is not reached yet is no padding
-            real = columns_real[:, columns.clamp(max=self.max_cache_len - 1)]
-        skip_scores, self._begun = self._begun, None
-        if skip_scores is None:  # compiled whole: the host did not see this step, nor whether it fits
-            self._columns, self._rows, skip_scores = None, B, False
-            inside = (columns < self.max_cache_len).expand(B, S)
+            real = columns_real[:, (held + new).clamp(max=self.max_cache_len - 1)]
+        if announced is None:  # compiled whole: the host did not see this step, nor whether it fits
+            self._columns, self._rows = None, B
+        if announced is None or padded:
+            inside = (new < step if padded else held + new < self.max_cache_len).expand(B, S)
             real = inside if real is None else real & inside
         past = self._kv_len[:B]
         batch = Batch.from_grid(real, past, self.pool.page_table[:B], S, skip_scores=skip_scores)
         past.copy_(batch.kv_len)
-        self._length.add_(S)
+        self._length.add_(step)
         return batch
 
-    # ---- what a CUDA graph needs to know (graphs/full.py: GraphState) -----------------------------------------------
+    # ---- what a CUDA graph needs to know (graphs/buffers.py: GraphState) -------------------------------------------
 
     def advanced_tensors(self) -> list[Tensor]:
         """The lengths. What a forward writes into the pools it writes again, in the same slots, when repeated."""
         return [self._length, self._kv_len]
 
-    def trace_facts(self) -> bool | None:
-        """Of the announced forward, beside shapes: are scores skipped. None: nothing is announced."""
+    def trace_facts(self) -> tuple[bool, bool] | None:
+        """Of the announced forward, beside shapes: are scores skipped, is it padded. None: nothing is announced."""
         return self._begun
 
-    def set_trace_facts(self, facts: bool | None) -> None:
+    def set_trace_facts(self, facts: tuple[bool, bool] | None) -> None:
         """Announces the forward again, or with None takes note that a replay served it."""
         self._begun = facts
+
+    def signature(self) -> tuple:
+        return self.max_cache_len, self.pool.signature()
+
+    def pad_step(self) -> None:
+        """The announced forward will come padded: columns past its last token are no tokens and store nothing."""
+        self._begun = self._begun[0], True
+        self._new_columns.fill_(self.new_tokens)
 
     # ---- what generate() does between forwards -------------------------------------------------------------------
 

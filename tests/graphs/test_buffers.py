@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from compiled_dsa.graphs.buffers import Call, CaptureError, StaticInputs
+from tests.graphs.toys import Counter
 
 
 def make_call(batch: int = 2, flag: bool = True, dtype=torch.float32, state=None, value: float = 1.0, **more) -> Call:
     x = torch.full((batch, 3), value, dtype=dtype)
-    return Call((x,), {"mask": {"a": None, "b": torch.full((batch,), value)}, "flag": flag, "s": state, **more}, state)
+    return Call((x,), {"mask": {"a": None, "b": torch.full((batch,), value)}, "flag": flag, "s": state, **more})
 
 
 def test_static_tensors_keep_their_addresses_and_take_new_values():
-    state = object()
+    state = Counter(device="cpu")
     inputs = StaticInputs(make_call(state=state))
     args, kwargs = inputs.arguments(make_call(state=state))
     addresses = args[0].data_ptr(), kwargs["mask"]["b"].data_ptr()
@@ -27,7 +28,7 @@ def test_static_tensors_keep_their_addresses_and_take_new_values():
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        ({"batch": 3}, r"\[0\]\[0\].*\[3, 3\].*\[2, 3\]"),
+        ({"batch": 3}, r"\[0\]\[0\].*\(3, 3\).*\(2, 3\)"),
         ({"dtype": torch.float64}, r"float64.*float32"),
         ({"flag": False}, r"'flag'.*False.*True"),
     ],
@@ -36,12 +37,26 @@ def test_another_kind_of_call_is_refused_by_name(other, named):
     inputs = StaticInputs(make_call())
     with pytest.raises(ValueError, match=named):
         inputs.fill(make_call(**other))
+    args, _ = inputs.arguments(make_call())
+    assert args[0].eq(1).all()  # nothing was copied
 
 
 def test_another_structure_is_refused():
     inputs = StaticInputs(make_call())
     with pytest.raises(ValueError, match="structure"):
         inputs.fill(make_call(more=1))
+
+
+def test_what_a_smaller_call_leaves_of_a_buffer_holds_the_idle_values():
+    idle = Call((torch.full((4, 5, 2), -1.0),), {})
+    inputs = StaticInputs(idle)
+    for shape in ((4, 5, 2), (2, 5, 2), (3, 2, 1), (0, 5, 2), (1, 1, 2)):
+        given = torch.rand(shape)
+        inputs.fill(Call((given,), {}))
+        (held,), _ = inputs.arguments(idle)
+        expected = torch.full((4, 5, 2), -1.0)
+        expected[tuple(slice(size) for size in shape)] = given
+        assert torch.equal(held, expected)
 
 
 @pytest.mark.parametrize("leaf", [{1, 2}, object(), torch.nn.Linear(1, 1)])
@@ -59,6 +74,18 @@ def test_buffers_made_in_inference_mode_are_refilled_outside_of_it():
 
 
 def test_calls_share_a_key_exactly_when_one_graph_serves_both():
-    key = make_call(state=object()).key
-    assert key == make_call(state=object(), value=3.0).key
-    assert len({key, *(make_call(**other).key for other in ({"batch": 3}, {"flag": False}, {"flag": 1}))}) == 4
+    state, other_state = Counter(device="cpu"), Counter(device="cpu")
+    key = make_call(state=state).key
+    assert key == make_call(state=state, value=3.0).key
+    others = [{"batch": 3}, {"flag": False}, {"flag": 1}, {"state": other_state}]
+    assert len({key, *(make_call(**{"state": state, **other}).key for other in others)}) == 5
+    state.facts = "scaled"
+    assert make_call(state=state).key != key
+
+
+def test_calls_of_one_bucket_share_a_key_whatever_their_sizes():
+    def key(rows: int, bucket: int, dtype=torch.float32):
+        return Call((torch.zeros(rows, 3, dtype=dtype),), {}, bucket).key
+
+    assert key(2, 8) == key(5, 8)
+    assert len({key(2, 8), key(2, 16), key(2, 8, torch.float64)}) == 3

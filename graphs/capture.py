@@ -1,0 +1,145 @@
+"""Capturing a call as CUDA graphs: whole, or broken at the split ops that it meets on its way.
+
+A broken call is a list of graphs (segments) and calls of split ops in turn. It is cut at run time: the call goes
+through whatever code a compiler made of it, and where that code reaches a split op (custom_ops/capture.py), the segment
+ends, the op is noted with its arguments, and the next segment begins on the same stream and memory pool. Nothing of the
+compiler's Python is left in a replay.
+"""
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_dsa.custom_ops.capture import UNCUT, BreakCall, capturing, padding_fill
+from compiled_dsa.graphs.buffers import CaptureError
+from compiled_dsa.graphs.torch_compat import non_owning, release_generator
+
+
+class Break:
+    """A split op between two segments.
+
+    It holds its arguments without owning their memory, which lies in the graphs' pool (where later captures may use it
+    again, as replays run one after another) or belongs to the caller (weights, caches).
+
+    Args:
+        padded_rows: rows of the captured call; arguments with that many rows are cut to the real ones.
+    """
+
+    def __init__(self, call: BreakCall, padded_rows: int | None):
+        args = tuple(non_owning(a) if isinstance(a, Tensor) else a for a in call.args)
+        of_the_call = {p: fill for p, fill in call.rows.items() if isinstance(args[p], Tensor)}
+        of_the_call = {p: fill for p, fill in of_the_call.items() if args[p].shape[0] == padded_rows}
+        self._padded = BreakCall(call.name, call.function, args, of_the_call)
+        self._padded_rows = padded_rows
+        self._cut: tuple[int, tuple, list[tuple[Tensor, float]]] | None = None  # of the number of rows served last
+
+    def __call__(self, rows: int | None) -> None:
+        if rows is None or rows == self._padded_rows:
+            self._padded.function(*self._padded.args)
+            return
+        if self._cut is None or self._cut[0] != rows:
+            args = tuple(a[:rows] if place in self._padded.rows else a for place, a in enumerate(self._padded.args))
+            self._cut = rows, args, list(padding_fill(self._padded, rows))
+        _, args, padding = self._cut
+        self._padded.function(*args)
+        for tensor, fill in padding:
+            tensor.fill_(fill)
+
+
+class Recording:
+    """What a replay runs, in order."""
+
+    def __init__(self, parts: list["torch.cuda.CUDAGraph | Break"]):
+        self._parts = parts
+        self.breaks = sum(isinstance(part, Break) for part in parts)
+        self.segments = len(parts) - self.breaks
+
+    def replay(self, rows: int | None) -> None:
+        """Args:
+        rows: the real rows, which split ops see; None: all.
+        """
+        for part in self._parts:
+            if isinstance(part, Break):
+                part(rows)
+            else:
+                part.replay()
+
+
+class _Recorder:
+    """The capture under way, as split ops meet it."""
+
+    def __init__(self, pool, stream: torch.cuda.Stream, padded_rows: int | None):
+        self._pool, self._stream, self._padded_rows = pool, stream, padded_rows
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.parts: list[torch.cuda.CUDAGraph | Break] = []
+
+    def begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph = graph
+
+    def end(self) -> None:
+        graph, self._graph = self._graph, None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            graph.capture_end()
+        if not any("graph is empty" in str(w.message).lower() for w in caught):  # as between two adjacent split ops
+            self.parts.append(graph)
+
+    def split(self, call: BreakCall) -> None:
+        if torch.cuda.current_stream() != self._stream:
+            raise RuntimeError(f"{call.name} splits graphs but was reached on a side stream; join it before")
+        self.end()
+        self.parts.append(Break(call, self._padded_rows))
+        self.begin()
+
+    def abandon(self) -> None:
+        """Ends a capture that failed."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            with contextlib.suppress(RuntimeError):  # the error that made the capture fail, once more
+                graph.capture_end()
+
+
+def record(
+    function: Callable, args: tuple, kwargs: dict[str, Any], *, pool, stream, cut: bool, padded_rows: int | None
+) -> tuple[Recording, Any]:
+    """Captures ``function(*args, **kwargs)`` on ``stream``; returns what replays it, and its outputs.
+
+    The kernels of first calls (compiling, tuning, workspaces) must lie before. Split ops are not run.
+
+    Args:
+        cut: break the call at split ops; else they are captured like other ops.
+        padded_rows: rows of the call, of which a replay may name fewer as real.
+
+    Raises:
+        CaptureError: the call did something that no graph can hold; the message has the cause.
+    """
+    recorder = _Recorder(pool, stream, padded_rows)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # the pool cannot take cached memory back during a capture
+    collecting = gc.isenabled()
+    gc.disable()  # collecting may free memory of other graphs, which a capture forbids
+    try:
+        with torch.cuda.stream(stream), capturing(recorder if cut else UNCUT):
+            recorder.begin()
+            try:
+                outputs = function(*args, **kwargs)
+                recorder.end()
+            except BaseException:
+                recorder.abandon()
+                raise
+    except BaseException as error:
+        release_generator(stream)
+        if isinstance(error, RuntimeError):
+            raise CaptureError(f"capture failed: {error}") from error
+        raise
+    finally:
+        if collecting:
+            gc.enable()
+    return Recording(recorder.parts), outputs
