@@ -5,7 +5,7 @@ import torch
 
 from compiled_dsa.graphs.compile_stats import CompileStats, counting_backend
 from compiled_dsa.graphs.piecewise import Pieces, piecewise_backend
-from tests.graphs.toy_ops import append, prefix_sum, program
+from tests.graphs.programs import append, prefix_sum, program
 from tests.modules.layers import Serving, our_layer, stock_layer
 
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]

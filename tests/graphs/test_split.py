@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from compiled_dsa.graphs.split import CUT, PIECE, split_graph, split_op_of
-from tests.graphs.toy_ops import append, prefix_sum, program
+from tests.graphs.programs import append, prefix_sum, program
 
 
 def split_and_run(function, *args):
