@@ -99,23 +99,29 @@ def split_op(
             hold after the call, None for one that is only read. Without it the op sees the padding rows.
 
     Raises:
-        ValueError: ``rows`` names what is no argument, or the function returns something by its annotation.
+        ValueError: ``rows`` names what is no argument, or the function returns something by its annotation or takes
+            arguments by keyword only.
     """
 
     def register(function: Callable[..., None]):
         schema = torch.library.infer_schema(function, mutates_args=mutates_args)
-        names = list(torch._C.parse_schema(f"{name}{schema}").arguments)
-        places = {argument.name: place for place, argument in enumerate(names)}
+        arguments = torch._C.parse_schema(f"{name}{schema}").arguments
+        places = {argument.name: place for place, argument in enumerate(arguments)}
         unknown = set(rows or ()) - set(places)
         if unknown:
             raise ValueError(f"rows names {sorted(unknown)}; {name} has arguments {list(places)}")
+        keywords = [argument.name for argument in arguments if argument.kwarg_only]
+        if keywords:
+            raise ValueError(f"{name} takes {keywords} by keyword only; the arguments of a split op have an order")
         if not schema.endswith("-> ()"):
             raise ValueError(f"{name} returns something ({schema}); a split op writes into its arguments")
         by_place = {places[argument]: fill for argument, fill in (rows or {}).items()}
+        defaults = tuple(argument.default_value for argument in arguments)
 
         @wraps(function)
         def implementation(*args):
-            run_or_split(BreakCall(name, function, args, by_place))
+            # torch leaves out trailing arguments that have their default values
+            run_or_split(BreakCall(name, function, args + defaults[len(args) :], by_place))
 
         op = torch.library.custom_op(
             name, implementation, mutates_args=mutates_args, schema=schema, tags=(torch.Tag.cudagraph_unsafe,)
