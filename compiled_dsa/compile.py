@@ -85,6 +85,8 @@ def compile_model(
         counted), ``pool_bytes``, ``pieces`` (compiled by "piecewise").
         ``warm_up(run, sizes) -> dict``: calls ``run(size)`` for each size, largest first, with a progress bar; seconds
         each. ``end_warm_up()``.
+        ``run_padded(*args, **kwargs)``: the forward on the buffers of its captured graph, without the graph; a replay
+        gives the same bits.
         ``model.generation_config.disable_compile`` is set, since generate() would compile the forward once more.
 
     Raises:
@@ -117,6 +119,7 @@ def compile_model(
     model.forward = forward
     model.graph_stats = forwards.stats
     model.warm_up, model.end_warm_up = forwards.warm_up, forwards.end_warm_up
+    model.run_padded = forwards.run_padded
     model.__deepcopy__ = refuse_copy
     generation_config = getattr(model, "generation_config", None)
     if generation_config is not None:
@@ -135,11 +138,11 @@ class _Forwards:
         self._backend = counting_backend(self._compile_stats, backend, lambda: self._miss("compiled after the warm-up"))
         self._compiled: dict[Hashable, Callable] = {}
         self._graphs = graphs
-        memory = GraphMemory()
-        by_cut = {cut: GraphRunner(self.run, cut=cut, memory=memory) for cut in set(RUNTIMES[graphs].values())}
-        self._memory = memory
-        self.runners = {kind: by_cut[cut] for kind, cut in RUNTIMES[graphs].items()} if on_gpu else {}
+        self._memory = GraphMemory()
+        cuts = RUNTIMES[graphs] if on_gpu else {}
+        by_cut = {cut: GraphRunner(self.run, cut=cut, memory=self._memory) for cut in set(cuts.values())}
         self._all_runners = list(by_cut.values())
+        self.runners = {kind: by_cut[cut] for kind, cut in cuts.items()}  # less those whose capture failed
         self._reasons: Counter[str] = Counter()
         self._warm_compiles: int | None = None  # compiles when the warm-up ended
         self._warned: set[str] = set()
@@ -194,6 +197,13 @@ class _Forwards:
         if key not in self._compiled:
             self._compiled[key] = compile_whole(self._eager, self._backend)
         return self._compiled[key](*args, **kwargs)
+
+    def run_padded(self, *args, **kwargs) -> Any:
+        """Raises NoBucket for a forward that no captured graph serves."""
+        kind, step = self._planner.plan(args, kwargs)
+        if kind not in self.runners:
+            raise NoBucket("graphs are off")
+        return self.runners[kind].rerun(step)
 
     def warm_up(self, run: Callable[[int], Any], sizes: Iterable[int], *, progress: bool = True) -> dict[int, float]:
         """Calls ``run(size)`` for each size, the largest first so that smaller graphs find room in its memory.

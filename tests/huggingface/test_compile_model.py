@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compiled_dsa import compile_model
+from compiled_dsa.compile import GraphMissError
 from compiled_dsa.huggingface import PagedCache
 from tests.huggingface.tiny_models import INDEX_TOPK, Pair, left_padding, prompt, small_pair
 
@@ -91,12 +92,59 @@ def test_training_falls_back_inside_one_graph():
     assert pair.ours.dsa_stats.traced_stock == {"gradients": 2}
 
 
-def test_arguments(pairs):
-    model = copy.deepcopy(pairs["axk2"].ours)
-    with pytest.raises(ValueError, match="graphs='fast'; it must be one of auto, off, full"):
-        compile_model(model, graphs="fast")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"graphs": "fast"}, "graphs='fast'; it must be one of off, auto, full, breakable, piecewise"),
+        ({"graphs": "full"}, "graphs='full'; CUDA graphs need a model on a GPU"),
+        ({"graphs": "breakable"}, "graphs='breakable'; CUDA graphs need a model on a GPU"),
+        ({"token_sizes": (0, 16)}, r"token_sizes=\(0, 16\); it must be integers of at least 1"),
+        ({"batch_sizes": ()}, r"batch_sizes=\(\); it must be"),
+        ({"max_cache_len": 0}, "max_cache_len=0; it must be at least 1 or None"),
+        ({"on_miss": "ignore"}, "on_miss='ignore'; it must be one of warn, raise"),
+    ],
+)
+def test_bad_arguments(pairs, arguments, message):
+    model = pairs["axk2"].ours
+    with pytest.raises(ValueError, match=message):
+        compile_model(model, **arguments)
     assert not hasattr(model, "graph_stats")
+
+
+def test_a_model_is_compiled_once(pairs):
+    model = copy.deepcopy(pairs["axk2"].ours)
     compile_model(model, backend="eager")
     assert model.graph_stats()["compiles"] == 0
     with pytest.raises(ValueError, match="model is compiled already"):
         compile_model(model)
+
+
+def test_compiles_after_the_warm_up_warn_once_or_raise(pairs):
+    for on_miss in ("warn", "raise"):
+        model = copy.deepcopy(pairs["deepseek_v32"].ours)
+        compile_model(model, backend="eager", on_miss=on_miss)
+        with torch.no_grad():
+            model(prompt(2, 24))
+            model.end_warm_up()
+            model(prompt(2, 30))
+            assert model.graph_stats()["recompiles"] == 0
+            if on_miss == "raise":
+                with pytest.raises(GraphMissError, match="compiled after the warm-up"):
+                    model(prompt(2, 1))
+                model(prompt(2, 30))
+            else:
+                with pytest.warns(UserWarning, match="compiled after the warm-up"):
+                    model(prompt(2, 1))
+                assert model.graph_stats()["recompiles"] == 1
+
+
+def test_piecewise_cuts_at_the_split_ops_and_gives_the_same_tokens():
+    pair = small_pair("glm_moe_dsa")
+    compile_model(pair.ours, graphs="piecewise", backend="eager")
+    ids = prompt(2, 24)
+    cache = PagedCache(pair.config, 2, 64)
+    got = pair.ours.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert torch.equal(got, pair.stock.generate(ids, max_new_tokens=4, do_sample=False))
+    stats = pair.ours.graph_stats()
+    # prefill: one of two layers selects, both attend: three cuts; decode has none
+    assert (stats["graphs"], stats["compiles"], stats["pieces"]) == ("piecewise", 2, 4 + 1)

@@ -1,0 +1,46 @@
+"""A transformers model as a serving loop calls it: a flat list of rows, described by a Batch, over a PagePool."""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compiled_dsa import Batch, DSAConfig, PagePool, SparseAttention
+from compiled_dsa.huggingface import replace_attention
+
+
+class ServedModel(nn.Module):
+    """The layers of a transformers model (deepseek_v32, glm_moe_dsa, axk2), whose parameters it shares, over rows
+    instead of a [B, S] grid.
+
+    Args:
+        model: a causal language model; its attention is replaced.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = replace_attention(model)
+        self.configs = [DSAConfig.from_hf(model.config, i) for i in range(model.config.num_hidden_layers)]
+
+    def make_pool(self, num_pages: int, max_requests: int, max_len: int, **dtypes: torch.dtype) -> PagePool:
+        """Pools for all layers on the model's device. ``latent_dtype`` and ``index_dtype``: the model's by default."""
+        dtypes = {"latent_dtype": self.model.dtype, "index_dtype": self.model.dtype} | dtypes
+        device = self.model.device
+        return PagePool(
+            self.configs, num_pages=num_pages, max_requests=max_requests, max_len=max_len, device=device, **dtypes
+        )
+
+    def forward(self, ids: Tensor, batch: Batch, pool: PagePool) -> Tensor:
+        """Logits [T, vocabulary] of the rows ``ids`` [T], whose keys are stored on the way."""
+        base = self.model.model
+        x = base.embed_tokens(ids)  # [T, hidden]
+        cos, sin = base.rotary_emb(x.unsqueeze(0), batch.positions.unsqueeze(0))  # [1, T, R], the angles twice
+        half = cos.shape[-1] // 2
+        cos, sin = cos[0, :, :half], sin[0, :, :half]
+        topk = None
+        for layer, pools in zip(base.layers, pool.layers):
+            attended, topk = SparseAttention.forward(
+                layer.self_attn, layer.input_layernorm(x), cos, sin, batch, pools, topk
+            )
+            x = x + attended
+            x = x + layer.mlp(layer.post_attention_layernorm(x).unsqueeze(0)).squeeze(0)
+        return self.model.lm_head(base.norm(x))
