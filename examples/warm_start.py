@@ -1,0 +1,127 @@
+"""How long a process takes to its first tokens: compiling everything, and with the compiled code of another process.
+
+    python examples/warm_start.py --model deepseek_v32
+    python examples/warm_start.py --model glm_moe_dsa --device cuda --json FILE
+
+Two processes generate with the same small random model. Each has an empty folder for Inductor's caches; the second one
+calls ``load_compiled`` on what the first one saved. Both use one cache folder of Triton's, empty at first, since Triton
+keeps the kernels of our ops itself. On a CPU most of the time is the C++ compiler's, whose libraries are not saved.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from small_models import MODELS, SMALL, model_config, random_model
+
+from compiled_dsa import compile_model, load_compiled, save_compiled
+from compiled_dsa.huggingface import PagedCache, replace_attention
+
+BATCH, PROMPT, NEW_TOKENS = 2, 100, 4
+PHASES = {"load": "load_compiled", "first": "first generate()", "second": "second generate()", "save": "save_compiled"}
+
+
+def start(args: argparse.Namespace) -> dict:
+    """What one process does; seconds of each phase, and the graphs that Inductor compiled and found."""
+    dense = args.layers if args.device == "cuda" else 1  # transformers' experts in fp32 cannot be captured
+    config = model_config(args.model, args.layers, first_k_dense_replace=dense, **SMALL)
+    model = random_model(config, seed=0, device=args.device, dtype=torch.float32)
+    model = compile_model(replace_attention(model))
+    prompt = torch.randint(1, config.vocab_size, (BATCH, PROMPT), device=args.device)
+
+    def generate() -> None:
+        cache = PagedCache(config, BATCH, PROMPT + NEW_TOKENS, index_dtype=torch.float32)
+        model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, past_key_values=cache)
+        if prompt.is_cuda:
+            torch.cuda.synchronize()
+
+    phases = {"first": generate, "second": generate}
+    if args.process == "warm":
+        phases = {"load": lambda: load_compiled(args.folder), **phases}
+    else:
+        phases["save"] = lambda: save_compiled(args.folder)
+    seconds = {}
+    for name, run in phases.items():
+        began = time.perf_counter()
+        run()
+        seconds[name] = round(time.perf_counter() - began, 2)
+    counters = torch._dynamo.utils.counters["inductor"]
+    graphs = {"compiled": counters["fxgraph_cache_miss"], "found": counters["fxgraph_cache_hit"]}
+    return {"seconds": seconds, "graphs": graphs}
+
+
+def in_process(args: argparse.Namespace, process: str, folder: Path) -> dict:
+    """``start`` in a process of its own, whose Inductor caches are empty."""
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / f"inductor_{process}"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+    command = [sys.executable, __file__, "--process", process, "--folder", str(folder / "saved")]
+    command += ["--model", args.model, "--device", args.device, "--layers", str(args.layers)]
+    began = time.perf_counter()
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    result["seconds"]["process"] = round(time.perf_counter() - began, 2)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers (default 2)")
+    parser.add_argument("--json", help="append the figures to this file")
+    parser.add_argument("--process", choices=("cold", "warm"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.process:
+        print(json.dumps(start(args)))
+        return 0
+
+    console = Console()
+    with tempfile.TemporaryDirectory() as folder:
+        results = {}
+        for process in ("cold", "warm"):
+            with console.status(f"{process} start"):
+                results[process] = in_process(args, process, Path(folder))
+        saved = sum(file.stat().st_size for file in (Path(folder) / "saved").iterdir())
+
+    table = Table("", "cold", "warm", title=f"{args.model}, {args.layers} layers, {args.device}: seconds")
+    for phase, label in (PHASES | {"process": "whole process"}).items():
+        table.add_row(label, *(str(results[process]["seconds"].get(phase, "")) for process in results))
+    for what in ("compiled", "found"):
+        table.add_row(f"graphs {what}", *(str(results[process]["graphs"][what]) for process in results))
+    console.print(table)
+    console.print(f"saved: {saved / 1e6:.1f} MB")
+    if args.json:
+        append(Path(args.json), args, results, saved)
+    return 0 if results["warm"]["graphs"]["compiled"] == 0 and results["warm"]["graphs"]["found"] > 0 else 1
+
+
+def append(file: Path, args: argparse.Namespace, results: dict, saved: int) -> None:
+    device = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
+    record = {
+        "case": "warm_start",
+        "sizes": {"model": args.model, "layers": args.layers, "batch": BATCH, "prompt": PROMPT, "tokens": NEW_TOKENS},
+        **results,
+        "saved_bytes": saved,
+        "versions": {"torch": torch.__version__, "python": platform.python_version(), "device": device},
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    held = json.loads(file.read_text()) if file.exists() else []
+    file.write_text(json.dumps([*held, record], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
