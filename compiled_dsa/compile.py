@@ -127,16 +127,53 @@ def compile_model(
     return model
 
 
+class CompiledForward:
+    """A forward compiled as one graph, each variant of it when it first occurs.
+
+    Each variant is compiled on its own: before torch 2.13 recompiles count against a fixed limit of 8.
+
+    Args:
+        piecewise: compile the pieces between split ops one by one.
+        before_compile: called before each compile; what it raises ends the call.
+
+    Attributes:
+        stats: compiles so far.
+        pieces: of "piecewise", pieces so far.
+    """
+
+    def __init__(
+        self,
+        eager: Callable,
+        backend: str | Callable = "inductor",
+        *,
+        piecewise: bool = False,
+        before_compile: Callable[[], None] = lambda: None,
+    ):
+        self.stats, self.pieces = CompileStats(), Pieces()
+        if piecewise:
+            backend = piecewise_backend(backend, self.pieces)
+        self._eager, self._backend = eager, counting_backend(self.stats, backend, before_compile)
+        self._variants: dict[Hashable, Callable] = {}
+
+    def __call__(self, *args, **kwargs) -> Any:
+        args, kwargs = with_dynamic_tokens(args, kwargs)
+        key = tuple(variant(a) for a in (*args, *kwargs.values()))
+        if key not in self._variants:
+            self._variants[key] = compile_whole(self._eager, self._backend)
+        return self._variants[key](*args, **kwargs)
+
+
 class _Forwards:
     """Sends each forward to a captured graph or to the compiled code."""
 
     def __init__(self, eager: Callable, backend, graphs: str, on_gpu: bool, planner: Planner, on_miss: str):
-        self._eager, self._planner, self._on_miss = eager, planner, on_miss
-        self._compile_stats, self._pieces = CompileStats(), Pieces()
-        if graphs == "piecewise":
-            backend = piecewise_backend(backend, self._pieces)
-        self._backend = counting_backend(self._compile_stats, backend, lambda: self._miss("compiled after the warm-up"))
-        self._compiled: dict[Hashable, Callable] = {}
+        self._planner, self._on_miss = planner, on_miss
+        self.run = CompiledForward(
+            eager,
+            backend,
+            piecewise=graphs == "piecewise",
+            before_compile=lambda: self._miss("compiled after the warm-up"),
+        )
         self._graphs = graphs
         self._memory = GraphMemory()
         cuts = RUNTIMES[graphs] if on_gpu else {}
@@ -189,15 +226,6 @@ class _Forwards:
             self._warned.add(what)
             warnings.warn(f"a forward {what}", stacklevel=5)
 
-    def run(self, *args, **kwargs) -> Any:
-        """The compiled code. Each variant is compiled on its own: before torch 2.13 recompiles count against a fixed
-        limit of 8."""
-        args, kwargs = with_dynamic_tokens(args, kwargs)
-        key = tuple(variant(a) for a in (*args, *kwargs.values()))
-        if key not in self._compiled:
-            self._compiled[key] = compile_whole(self._eager, self._backend)
-        return self._compiled[key](*args, **kwargs)
-
     def run_padded(self, *args, **kwargs) -> Any:
         """Raises NoBucket for a forward that no captured graph serves."""
         kind, step = self._planner.plan(args, kwargs)
@@ -224,13 +252,13 @@ class _Forwards:
 
     def end_warm_up(self) -> None:
         """From now on a compile or a forward without a graph is a miss."""
-        self._warm_compiles = self._compile_stats.compiles
+        self._warm_compiles = self.run.stats.compiles
 
     def stats(self) -> dict[str, Any]:
         counts = Counter(asdict(RunnerStats()))
         for runner in self._all_runners:
             counts.update(asdict(runner.stats))
-        compiles = self._compile_stats.compiles
+        compiles = self.run.stats.compiles
         return {
             "graphs": self._graphs if self.runners or self._graphs == "piecewise" else "off",
             "compiles": compiles,
@@ -239,5 +267,5 @@ class _Forwards:
             "uncaptured": sum(self._reasons.values()),
             "reasons": dict(self._reasons),
             "pool_bytes": self._memory.bytes(),
-            "pieces": self._pieces.pieces,
+            "pieces": self.run.pieces.pieces,
         }

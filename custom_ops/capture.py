@@ -37,7 +37,7 @@ class BreakCall:
 
 
 class Recorder(Protocol):
-    """A capture under way on this thread."""
+    """A capture under way on this thread, or what stands in for one."""
 
     def split(self, call: BreakCall) -> None:
         """Ends the segment that is being captured, notes the call, and begins the next segment."""
@@ -70,13 +70,13 @@ def run_or_split(call: BreakCall) -> None:
         RuntimeError: the current stream is being captured by something that does not split graphs.
     """
     recorder = _capture.get()
-    if isinstance(recorder, str) or not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
-        call.function(*call.args)
-    elif recorder is None:
+    if recorder is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{call.name} splits graphs and cannot be captured in a CUDA graph of this kind; "
             "use compile_model(graphs='breakable'), or torch.compile's own mode='reduce-overhead'"
         )
+    if recorder is None or isinstance(recorder, str):
+        call.function(*call.args)
     else:
         recorder.split(call)
 

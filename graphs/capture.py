@@ -34,19 +34,19 @@ class Break:
         args = tuple(non_owning(a) if isinstance(a, Tensor) else a for a in call.args)
         of_the_call = {p: fill for p, fill in call.rows.items() if isinstance(args[p], Tensor)}
         of_the_call = {p: fill for p, fill in of_the_call.items() if args[p].shape[0] == padded_rows}
-        self._padded = BreakCall(call.name, call.function, args, of_the_call)
+        self.padded = BreakCall(call.name, call.function, args, of_the_call)
         self._padded_rows = padded_rows
         self._cut: tuple[int, tuple, list[tuple[Tensor, float]]] | None = None  # of the number of rows served last
 
     def __call__(self, rows: int | None) -> None:
         if rows is None or rows == self._padded_rows:
-            self._padded.function(*self._padded.args)
+            self.padded.function(*self.padded.args)
             return
         if self._cut is None or self._cut[0] != rows:
-            args = tuple(a[:rows] if place in self._padded.rows else a for place, a in enumerate(self._padded.args))
-            self._cut = rows, args, list(padding_fill(self._padded, rows))
+            args = tuple(a[:rows] if place in self.padded.rows else a for place, a in enumerate(self.padded.args))
+            self._cut = rows, args, list(padding_fill(self.padded, rows))
         _, args, padding = self._cut
-        self._padded.function(*args)
+        self.padded.function(*args)
         for tensor, fill in padding:
             tensor.fill_(fill)
 
@@ -55,7 +55,7 @@ class Recording:
     """What a replay runs, in order."""
 
     def __init__(self, parts: list["torch.cuda.CUDAGraph | Break"]):
-        self._parts = parts
+        self.parts = parts
         self.breaks = sum(isinstance(part, Break) for part in parts)
         self.segments = len(parts) - self.breaks
 
@@ -63,7 +63,7 @@ class Recording:
         """Args:
         rows: the real rows, which split ops see; None: all.
         """
-        for part in self._parts:
+        for part in self.parts:
             if isinstance(part, Break):
                 part(rows)
             else:
@@ -104,6 +104,24 @@ class _Recorder:
         if graph is not None:
             with contextlib.suppress(RuntimeError):  # the error that made the capture fail, once more
                 graph.capture_end()
+
+
+class _RealRows:
+    """Runs split ops at once, as a replay would: on the real rows."""
+
+    def __init__(self, rows: int | None, padded_rows: int | None):
+        self._rows, self._padded_rows = rows, padded_rows
+
+    def split(self, call: BreakCall) -> None:
+        Break(call, self._padded_rows)(self._rows)
+
+
+def run_uncaptured(
+    function: Callable, args: tuple, kwargs: dict[str, Any], *, cut: bool, rows: int | None, padded_rows: int | None
+) -> Any:
+    """``function(*args, **kwargs)`` as a replay of its capture computes it, without a graph."""
+    with capturing(_RealRows(rows, padded_rows) if cut else UNCUT):
+        return function(*args, **kwargs)
 
 
 def record(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from compiled_dsa.graphs.buffers import Call, CaptureError, GraphState, StaticInputs, describe, is_state
-from compiled_dsa.graphs.capture import record
+from compiled_dsa.graphs.capture import record, run_uncaptured
 from compiled_dsa.graphs.torch_compat import keep_pool, non_owning, pool_bytes
 
 WARM_UPS = 2  # compiling, and the work of first calls, must lie before the capture
@@ -84,7 +84,7 @@ class CapturedCall:
     """One kind of call: its static inputs, what replays it, and its outputs. It holds no reference to the states."""
 
     def __init__(self, function: Callable, step: Step, call: Call, memory: GraphMemory, *, cut: bool, warm: bool):
-        self._function = function
+        self._function, self._cut = function, cut
         self._inputs = StaticInputs(call if step.idle is None else Call(*step.idle(), bucket=step.bucket))
         self._inputs.fill(call)
         args, kwargs = self._inputs.arguments(call)
@@ -128,7 +128,9 @@ class CapturedCall:
         """What a replay computes, by the same callable on the same buffers without a graph: for comparisons."""
         self._inputs.fill(call)
         args, kwargs = self._inputs.arguments(call)
-        outputs = self._function(*args, **kwargs)
+        outputs = run_uncaptured(
+            self._function, args, kwargs, cut=self._cut, rows=step.rows, padded_rows=step.padded_rows
+        )
         return pytree.tree_map_only(Tensor, step.crop, outputs)
 
 

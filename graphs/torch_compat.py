@@ -69,7 +69,7 @@ def non_owning(tensor: torch.Tensor) -> torch.Tensor:
         return empty.set_(unowned, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def keep_pool(pool: tuple[int, int], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+def keep_pool(pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     """A graph that keeps a memory pool: when the last graph of a pool goes, the pool goes, and its handle with it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):
@@ -77,7 +77,7 @@ def keep_pool(pool: tuple[int, int], stream: torch.cuda.Stream) -> torch.cuda.CU
     return graph
 
 
-def pool_bytes(pool: tuple[int, int]) -> int:
+def pool_bytes(pool: Any) -> int:
     """Device memory that a CUDA graphs' memory pool holds."""
     segments = torch.cuda.memory_snapshot()
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_dsa.__main__ import sample_arguments
+from compiled_dsa.cli.overview import sample_arguments
 from compiled_dsa.custom_ops import OPS
 from compiled_dsa.custom_ops.capture import UNCUT, BreakCall, capturing, padding_fill, split_op
 from compiled_dsa.graphs.torch_compat import release_generator
