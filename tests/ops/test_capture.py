@@ -89,10 +89,9 @@ def stream_captures(monkeypatch):
 
 
 def test_outside_of_a_capture_the_op_runs():
-    out, recorder = torch.zeros(2), Recorder()
-    with capturing(recorder):  # announced, not begun: a warm-up
-        blend(torch.ones(2), out)
-    assert out.tolist() == [2, 2] and recorder.calls == []
+    out = torch.zeros(2)
+    blend(torch.ones(2), out)
+    assert out.tolist() == [2, 2]
 
 
 def test_an_uncut_capture_runs_the_op(stream_captures):
