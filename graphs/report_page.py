@@ -157,7 +157,8 @@ def _htmls(blocks: Iterable[Block]) -> str:
 def _html(block: Block) -> str:
     match block:
         case Heading(level, text):
-            return f'<h{level} id="{anchor(text)}">{escape(text)}</h{level}>'
+            name = f' id="{anchor(text)}"' if level < 3 else ""  # the smaller ones occur once a graph
+            return f"<h{level}{name}>{escape(text)}</h{level}>"
         case Paragraph(text):
             return f"<p>{_inline_html(text)}</p>"
         case Items(items, important):

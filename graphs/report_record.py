@@ -16,8 +16,20 @@ from compiled_dsa.graphs.report_layers import Layer, lay_out
 from compiled_dsa.graphs.torch_compat import frame_in_compilation, guards_text, output_code_to, source_of_input
 
 _GUARD = re.compile(r"^[| ]*\+- ([A-Z][A-Z_]+): (.*?)(?:\s+# .*)?$")
-# Guards on what rarely changes between calls: types and identities of objects, attributes of tensors.
-_DULL = ("TYPE_MATCH", "ID_MATCH", "DICT_CONTAINS", "DIMENSION_DYNAMIC_MARKING_GUARD", "NO_TENSOR_ALIASING")
+_TENSOR_GUARD = re.compile(r"check_tensor\((.*?), \w+, DispatchKeySet.*?, torch\.(\w+), .*?(size=.*)\)$")
+# Guards on what rarely changes between calls: types and identities, settings of the process, modules and code.
+_DULL = {"TYPE_MATCH", "ID_MATCH", "DICT_CONTAINS", "DIMENSION_DYNAMIC_MARKING_GUARD", "NO_TENSOR_ALIASING"}
+_DULL |= {"GLOBAL_STATE", "TORCH_FUNCTION_MODE_STACK", "DEFAULT_DEVICE"}
+_DULL_OBJECTS = (
+    "G['",
+    "._modules[",
+    "._parameters[",
+    "._buffers[",
+    "._modules)",
+    "__closure__",
+    "__defaults__",
+    "_functorch",
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +48,7 @@ class Guards:
     """Attributes:
     text: the whole tree as Dynamo prints it.
     kinds: how many there are of each kind.
-    telling: those that decide in practice whether a call reuses the code: sizes, values and flags, weights left out.
+    telling: those that decide in practice whether a call reuses the code: sizes, values and flags of what it is given.
     """
 
     text: str
@@ -202,7 +214,8 @@ def read_guards(text: str) -> Guards:
             continue
         kind, condition = found.groups()
         kinds[kind] += 1
-        of_module = "._modules[" in condition or "._parameters[" in condition or "._buffers[" in condition
-        if kind not in _DULL and not of_module:
+        if kind not in _DULL and not any(part in condition for part in _DULL_OBJECTS):
+            tensor = _TENSOR_GUARD.match(condition)
+            condition = " ".join(tensor.groups()) if tensor else condition
             telling.append(f"{kind}: {plain(condition)}")
     return Guards(text, dict(kinds.most_common()), telling)
