@@ -9,7 +9,6 @@ is ``identical tokens: N/N``; the exit status is 1 when tokens differ.
 """
 
 import argparse
-import contextlib
 import copy
 import sys
 import time
@@ -18,12 +17,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from small_models import MODELS, SMALL, model_config, random_model
 from transformers.generation.streamers import BaseStreamer
 
 from compiled_dsa import compile_model
+from compiled_dsa.graphs import report
 from compiled_dsa.graphs.torch_compat import graph_breaks
 from compiled_dsa.huggingface import PagedCache, replace_attention
+from compiled_dsa.huggingface.small_models import MODELS, SMALL, model_config, random_model
 
 BATCH, PROMPT, NEW_TOKENS, WARM_UP_TOKENS = 2, 100, 60, 4
 console = Console(soft_wrap=True, highlight=False)
@@ -53,17 +53,6 @@ def generate(model, prompt: torch.Tensor, new_tokens: int, description: str, **k
         return tokens[:, prompt.shape[1] :], time.perf_counter() - start
 
 
-def dump_into(folder: Path):
-    """depyf's dump of what is compiled inside this context; nothing but a warning where depyf is not installed."""
-    try:
-        import depyf
-    except ImportError:
-        console.print("depyf is not installed: no dump of the compiled code")
-        return contextlib.nullcontext()
-    folder.mkdir(parents=True, exist_ok=True)
-    return depyf.prepare_debug(str(folder))
-
-
 def compare(args: argparse.Namespace) -> int:
     """The main job; returns the exit status."""
     # transformers' experts synchronise with the host in fp32, which no CUDA graph can hold: dense MLPs on a GPU
@@ -85,10 +74,10 @@ def compare(args: argparse.Namespace) -> int:
     def paged() -> PagedCache:
         return PagedCache(config, BATCH, PROMPT + NEW_TOKENS, index_dtype=torch.float32)
 
-    dump = Path(args.dump) / args.model
-    with dump_into(dump):
-        generate(ours, prompt, WARM_UP_TOKENS, "compiled_dsa, compiling", past_key_values=paged())
+    generate(ours, prompt, WARM_UP_TOKENS, "compiled_dsa, compiling", past_key_values=paged())
     compiles = ours.graph_stats()["compiles"]
+    with report(Path(args.dump) / args.model, f"{args.model}, {args.layers} layers") as compiled:
+        generate(ours, prompt, WARM_UP_TOKENS, "compiled_dsa, reporting", past_key_values=paged())
     tokens, seconds = generate(ours, prompt, NEW_TOKENS, "compiled_dsa", past_key_values=paged())
     stats = ours.graph_stats()
     later_compiles = stats["compiles"] - compiles
@@ -100,8 +89,7 @@ def compare(args: argparse.Namespace) -> int:
     console.print(f"graphs compiled: {compiles}; graph breaks: {breaks}")
     console.print(f"compiles after warm-up: {later_compiles}")
     console.print(f"CUDA graphs: {stats['graphs']}; captured: {stats['captured']}, replayed: {stats['replayed']}")
-    if dump.exists():
-        console.print(f"compiled code, dumped by depyf: {dump}")
+    console.print(f"what was compiled, layer by layer: {compiled.page}")
     same = int((tokens == expected).sum())
     console.print(f"identical tokens: {same}/{total}")
     return 0 if same == total and later_compiles == 0 and breaks == 0 else 1
@@ -113,7 +101,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, default=2, help="number of layers (default 2)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dump", default="dumps", help="folder for depyf's dump (default: dumps)")
+    parser.add_argument("--dump", default="dumps", help="folder for the report of what was compiled (default: dumps)")
     parser.add_argument(
         "--real-sizes",
         action="store_true",

@@ -17,13 +17,13 @@ import torch
 import transformers
 import triton
 from rich.table import Table
-from small_models import model_config, random_model
 from transformers import DynamicCache, StaticCache
 
 from compiled_dsa import compile_model
 from compiled_dsa.custom_ops.store_index_keys import store_index_keys
 from compiled_dsa.custom_ops.store_latents import store_latents
 from compiled_dsa.huggingface import PagedCache, replace_attention
+from compiled_dsa.huggingface.small_models import model_config, random_model
 
 FP8 = torch.float8_e4m3fn
 SMALL_MLP = {
@@ -261,7 +261,6 @@ def limit_us(config, case: str, batch: int, tokens: int) -> float:
 
 
 def record(args, config, case, batch, tokens, times, accuracy) -> dict:
-    checkout = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
     return {
         "case": f"{args.model} {case} {batch} x {tokens}",
         "sizes": {
@@ -275,13 +274,21 @@ def record(args, config, case, batch, tokens, times, accuracy) -> dict:
         "peers_us": {name: us for name, us in times.items() if name != "ours"},
         "limit_us": limit_us(config, case, batch, tokens),
         "accuracy": accuracy,
+        **provenance(args.commit),
+    }
+
+
+def provenance(commit: str | None) -> dict:
+    """What every record of a measurement says of where it comes from; ``commit``: None for that of the checkout."""
+    checkout = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
+    return {
         "versions": {
             "torch": torch.__version__,
             "triton": triton.__version__,
             "transformers": transformers.__version__,
             "gpu": torch.cuda.get_device_name(),
         },
-        "commit": args.commit or checkout.stdout.strip() or "unknown",
+        "commit": commit or checkout.stdout.strip() or "unknown",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 

@@ -1,0 +1,1 @@
+"""The commands of ``python -m compiled_dsa``, one module each."""

@@ -1,0 +1,112 @@
+"""What this machine has, and which provider would serve each op on it: ``python -m compiled_dsa`` alone.
+
+Each provider is asked with the arguments of one decode row at the sizes of DeepSeek-V3.2, once for a pool in model
+dtype and once for an fp8 pool. Nothing is run.
+"""
+
+import argparse
+import json
+import platform
+from functools import partial
+from importlib import metadata
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from compiled_dsa.custom_ops import OPS, Op
+from compiled_dsa.custom_ops.layout import FP8, index_pool_shape, latent_pool_shape
+from compiled_dsa.custom_ops.registry import REFERENCE
+
+# T rows, H heads, N nope dim, V value dim, L latent dim, R rope dim, HI index heads, D index head dim, K top-k, P pages
+T, H, N, V, L, R = 1, 128, 128, 128, 512, 64
+HI, D, K, P = 64, 128, 2048, 1
+SCRATCH_BYTES = 1 << 20
+POOL_DTYPES = {"bf16": torch.bfloat16, "fp8": FP8}
+DISTRIBUTIONS = ("torch", "triton", "transformers", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python")
+
+
+def sample_arguments(op: str, pool_dtype: torch.dtype, device: torch.device) -> tuple:
+    """Valid arguments of an op in the order of its schema, all zeros: one row that sees one token."""
+    bf16, fp32, int32, int64 = (
+        partial(torch.zeros, dtype=dtype, device=device)
+        for dtype in (torch.bfloat16, torch.float32, torch.int32, torch.int64)
+    )
+    latent_shape, latent_storage = latent_pool_shape(P, L, R, pool_dtype)
+    index_shape, index_storage = index_pool_shape(P, D, pool_dtype)
+    latent_pool = torch.zeros(latent_shape, dtype=latent_storage, device=device)
+    index_pool = torch.zeros(index_shape, dtype=index_storage, device=device)
+    index_q = torch.zeros(T, HI, D, dtype=pool_dtype, device=device)
+    page_table, req_of_row, one, topk = int32(1, P), int32(T), int32(T) + 1, int32(T, K)
+    select = (index_q, fp32(T, HI), index_pool, page_table, req_of_row, one, topk, False)
+    attend = (latent_pool, topk, one, page_table, req_of_row)
+    kv_b, scale, sinks = bf16(H, N + V, L), (N + R) ** -0.5, None
+    return {
+        "store_latents": (latent_pool, bf16(T, L), bf16(T, R), int64(T)),
+        "store_index_keys": (index_pool, bf16(T, D), int64(T), False),
+        "index_topk_decode": select,
+        "index_topk_prefill": (*select, SCRATCH_BYTES),
+        "sparse_mla_decode": (bf16(T, H, L), bf16(T, H, R), *attend, scale, sinks, bf16(T, H, L), fp32(T, H)),
+        "mla_prefill": (bf16(T, H, N), bf16(T, H, R), *attend, kv_b, scale, sinks, bf16(T, H, V), SCRATCH_BYTES),
+    }[op]
+
+
+def serving(op: Op, args: tuple, device_type: str) -> tuple[str | None, dict[str, str | None]]:
+    """The provider that runs ``args`` when none is named, and the others with their reasons (None: only by name)."""
+    reasons = {name: op.refusal(name, *args) for name in op.names()}
+    candidates = (REFERENCE,) if device_type == "cpu" else tuple(op.providers)
+    chosen = next((name for name in candidates if reasons[name] is None), None)
+    return chosen, {name: reason for name, reason in reasons.items() if name != chosen}
+
+
+def version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def overview() -> dict:
+    """What ``--json`` prints."""
+    devices = [{"type": "cpu", "name": platform.machine()}]
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        devices.append({"type": "cuda", "name": torch.cuda.get_device_name(), "capability": f"{major}.{minor}"})
+    ops = []
+    for op in OPS.values():
+        for pool, dtype in POOL_DTYPES.items():
+            for device in devices:
+                args = sample_arguments(op.name, dtype, torch.device(device["type"]))
+                provider, others = serving(op, args, device["type"])
+                graph = "split" if op.split else "captured"
+                row = {"op": op.name, "graph": graph, "pool": pool, "device": device["type"]}
+                ops.append({**row, "provider": provider, "others": others})
+    versions = {"python": platform.python_version(), **{name: version(name) for name in DISTRIBUTIONS}}
+    return {"versions": versions, "devices": devices, "ops": ops}
+
+
+def show(report: dict, console: Console) -> None:
+    """The same for people: what is installed, who serves what, and who does not and why."""
+    gpus = [f"{d['name']}, capability {d['capability']}" for d in report["devices"] if d["type"] == "cuda"]
+    for name, value in {**report["versions"], "GPU": gpus[0] if gpus else "none"}.items():
+        console.print(f"{name:<18} {value or 'not installed'}", highlight=False)
+    served = Table("op", "in a graph", "pool", "device", "served by")
+    others: dict[tuple[str, str, str], list[str]] = {}
+    for row in report["ops"]:
+        served.add_row(row["op"], row["graph"], row["pool"], row["device"], row["provider"] or "none")
+        for name, reason in row["others"].items():
+            others.setdefault((name, row["device"], reason or "runs when named"), []).append(
+                f"{row['op']} {row['pool']}"
+            )
+    unused = Table("provider", "device", "not chosen because", "for")
+    for key, ops in others.items():
+        unused.add_row(*key, "\n".join(ops))
+    console.print(served, unused)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    report = overview()
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(report, Console())
