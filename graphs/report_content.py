@@ -82,7 +82,7 @@ def _graph(graph: Graph) -> list[Block]:
         files.append(Link("Inductor's output code", f"graph_{graph.number}_inductor.py"))
     blocks: list[Block] = [
         Heading(2, graph.title),
-        Paragraph(("Compiled from ", Mono(graph.function), f", compile {graph.compile_id} of Dynamo.")),
+        Paragraph(("Compiled from ", Mono(graph.function), f" as Dynamo's compile {graph.compile_id}.")),
         Paragraph(("In full: ", *_joined(files), ".")),
         Strip(
             [
@@ -117,7 +117,7 @@ def _cuts(graph: Graph) -> list[Block]:
     if parts:
         times, why = Counter(part.cut for part in parts), {part.cut: part.why for part in parts}
         blocks.append(Heading(3, "Where the graph is cut, and why"))
-        blocks += [Paragraph((Mono(_short(op)), f", {times[op]} times. ", *_prose(why[op]))) for op in times]
+        blocks += [Paragraph((Mono(_short(op)), f" × {times[op]}. ", *_prose(why[op]))) for op in times]
     else:
         blocks.append(Paragraph("Nothing cuts this graph: no op in it is tagged cudagraph_unsafe."))
     if inside:
@@ -137,8 +137,9 @@ def _inputs(graph: Graph) -> list[Block]:
         symbols = [(Mono(name), f": {what}") for name, what in graph.symbols.items()]
         blocks += [Paragraph("Symbols in shapes:"), Items(symbols)]
     if graph.weights:
-        megabytes = sum(weight.bytes for weight in graph.weights) / 1e6
-        summary = f"{len(graph.weights)} weights and buffers, {megabytes:.1f} MB"
+        size = sum(weight.bytes for weight in graph.weights)
+        said = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+        summary = f"{len(graph.weights)} weights and buffers, {said}"
         blocks.append(Folded(summary, [_tensors(graph.weights)]))
     return blocks
 

@@ -139,7 +139,7 @@ def _inline_markdown(text: Inline | int) -> str:
             return f"[{name}]({href})"
         case Mono():
             return f"`{text}`" if text else ""
-    return re.sub(r"([*_<>\[\]`])", r"\\\1", str(text))
+    return re.sub(r"([*<>\[\]`]|\b_|_\b)", r"\\\1", str(text))
 
 
 def to_html(title: str, blocks: Iterable[Block]) -> str:

@@ -20,16 +20,8 @@ _TENSOR_GUARD = re.compile(r"check_tensor\((.*?), \w+, DispatchKeySet.*?, torch\
 # Guards on what rarely changes between calls: types and identities, settings of the process, modules and code.
 _DULL = {"TYPE_MATCH", "ID_MATCH", "DICT_CONTAINS", "DIMENSION_DYNAMIC_MARKING_GUARD", "NO_TENSOR_ALIASING"}
 _DULL |= {"GLOBAL_STATE", "TORCH_FUNCTION_MODE_STACK", "DEFAULT_DEVICE"}
-_DULL_OBJECTS = (
-    "G['",
-    "._modules[",
-    "._parameters[",
-    "._buffers[",
-    "._modules)",
-    "__closure__",
-    "__defaults__",
-    "_functorch",
-)
+_DULL_OBJECTS = ("G['", "._modules[", "._modules)", "._parameters[", "._buffers[")
+_DULL_OBJECTS += ("__closure__", "__defaults__", "_functorch", "_dynamo_")
 
 
 @dataclass(frozen=True)
