@@ -12,6 +12,14 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 PIECE, CUT = "piece_", "cut_"  # names of the submodules of a split graph, numbered in the order in which they run
+# Ops that may return views; whether one does is seen from the memory of its output.
+_VIEWS = frozenset(
+    (
+        "chunk", "diagonal", "expand", "expand_as", "flatten", "getitem", "movedim", "narrow", "permute", "reshape",
+        "reshape_as", "select", "split", "squeeze", "swapaxes", "t", "tensor_split", "transpose", "unbind",
+        "unflatten", "unfold", "unsqueeze", "view", "view_as",
+    )
+)  # fmt: skip
 _MODES = (torch._C._set_grad_enabled, torch.amp._enter_autocast, torch.amp._exit_autocast)
 
 
@@ -29,13 +37,13 @@ def split_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     """The same computation as a sequence of submodules: pieces between the cuts, and cuts of one split op each.
 
     The submodules are ``piece_0``, ``cut_1``, ``piece_2`` and so on, in the order in which they run. No piece is empty:
-    sizes and switches of grad mode or autocast, which run no kernel, belong to the part that comes after them.
+    sizes, views and switches of grad mode or autocast, which run no kernel, belong to the part that comes after them.
 
     Args:
         graph_module: a graph as Dynamo hands it to a backend (values in ``meta["example_value"]``); it is not changed.
     """
     graph_module = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-    _give_sizes_to_users(graph_module.graph)
+    _make_views_where_used(graph_module.graph)
     parts = _parts(graph_module.graph)
     place = {node: index for index, part in enumerate(parts) for node in part.nodes}
     split = split_module(graph_module, None, place.__getitem__, keep_original_order=True)
@@ -78,13 +86,40 @@ def _parts(graph: fx.Graph) -> list[_Part]:
 
 def _runs_no_kernel(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
-    return node.target in _MODES or isinstance(value, (torch.Size, torch.SymInt, torch.SymFloat, torch.SymBool, int))
+    return (
+        node.target in _MODES
+        or isinstance(value, (torch.Size, torch.SymInt, torch.SymFloat, torch.SymBool, int))
+        or _is_view(node)
+    )
 
 
-def _give_sizes_to_users(graph: fx.Graph) -> None:
-    """Every use of a whole ``torch.Size`` reads it anew, in the part that needs it: compilers refuse it as an input."""
-    for node in list(graph.find_nodes(op="call_method", target="size")):
-        if isinstance(node.meta.get("example_value"), torch.Size):
+def _is_view(node: fx.Node) -> bool:
+    """True when all outputs of a node are views of its inputs' memory, and it does nothing else."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if not node.op.startswith("call") or name not in _VIEWS:
+        return False
+    source = node.all_input_nodes[0]
+    if name == "getitem" and not isinstance(source.meta.get("example_value"), torch.Tensor):
+        return _is_view(source)  # one of several outputs
+    memory = {value.untyped_storage()._cdata for each in node.all_input_nodes for value in _tensors(each)}
+    outputs = _tensors(node)
+    return bool(outputs) and all(value.untyped_storage()._cdata in memory for value in outputs)
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("example_value")
+    return [v for v in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(v, torch.Tensor)]
+
+
+def _make_views_where_used(graph: fx.Graph) -> None:
+    """Repeats views, and reading a whole ``torch.Size``, before each of their users, in whatever part that is.
+
+    Parts then hand each other tensors that own their memory: of two inputs that share memory, one of which it writes, a
+    compiled piece expects the relation that they had when traced, and compiled code does not keep it. A ``torch.Size``
+    is no input that compilers take.
+    """
+    for node in reversed(list(graph.nodes)):
+        if isinstance(node.meta.get("example_value"), torch.Size) or _is_view(node):
             for user in list(node.users):
                 with graph.inserting_before(user):
                     user.replace_input_with(node, graph.node_copy(node))

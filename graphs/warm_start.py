@@ -18,8 +18,8 @@ def save_compiled(folder: str | os.PathLike) -> dict[str, int]:
     """Writes what torch.compile has compiled in this process, so that another process need not compile it again.
 
     These are the artifacts of ``torch.compiler.save_cache_artifacts``: Inductor's code, its Triton kernels, results of
-    autotuning. Not among them are Dynamo's traces, CUDA graphs, the libraries that a C++ compiler makes for the CPU, and
-    the kernels of custom ops, which Triton keeps in a cache folder of its own (``TRITON_CACHE_DIR``).
+    autotuning. Not among them are Dynamo's traces, CUDA graphs, what a C++ compiler makes for the CPU, and the kernels
+    of custom ops, which Triton keeps in a cache folder of its own (``TRITON_CACHE_DIR``).
 
     Args:
         folder: created when missing; an earlier save in it is replaced, each file at once.

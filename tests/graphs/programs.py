@@ -22,25 +22,31 @@ def append(pool: Tensor, x: Tensor, slots: Tensor) -> None:
 def program(steps: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """A function of x [T, 4] and a buffer like it that does one thing a letter.
 
-    p: pointwise; m: pointwise, in place; c: a split op writes the buffer; n: uses the number of rows; s: uses a whole
-    shape; t: an op of two outputs; g: without gradients; a: autocast switched off.
+    p: pointwise; m: pointwise, in place; v: in place through a view; c: a split op writes the buffer; w: a split op
+    writes views of it; n: a split op is given the number of rows; s: uses a whole shape; t: an op of two outputs; g:
+    without gradients; a: autocast switched off.
     """
 
     def run(x: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        left, turned = buffer[:, :2], buffer.t()
         for step in steps:
             if step == "p":
                 x = x * 0.5 + buffer
             elif step == "m":
                 buffer.mul_(2)
+            elif step == "v":
+                left.add_(x[:, 2:])
             elif step == "c":
                 prefix_sum(x, buffer)
+            elif step == "w":
+                prefix_sum(x.t(), turned)
             elif step == "n":
                 prefix_sum(buffer, x, x.shape[0])
             elif step == "s":
                 x = x.flatten().view(buffer.shape)
             elif step == "t":
-                left, right = x.chunk(2, -1)
-                x = torch.cat([right, left], -1)
+                halves = x.chunk(2, -1)
+                x = torch.cat([halves[1], halves[0]], -1)
             elif step == "g":
                 with torch.no_grad():
                     x = x - buffer
