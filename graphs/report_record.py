@@ -20,8 +20,7 @@ _TENSOR_GUARD = re.compile(r"check_tensor\((.*?), \w+, DispatchKeySet.*?, torch\
 # Guards on what rarely changes between calls: types and identities, settings of the process, modules and code.
 _DULL = {"TYPE_MATCH", "ID_MATCH", "DICT_CONTAINS", "DIMENSION_DYNAMIC_MARKING_GUARD", "NO_TENSOR_ALIASING"}
 _DULL |= {"GLOBAL_STATE", "TORCH_FUNCTION_MODE_STACK", "DEFAULT_DEVICE"}
-_DULL_OBJECTS = ("G['", "._modules[", "._modules)", "._parameters[", "._buffers[")
-_DULL_OBJECTS += ("__closure__", "__defaults__", "_functorch", "_dynamo_")
+_DULL_OBJECTS = re.compile(r"G\['|\._(modules|parameters|buffers)\b|__closure__|__defaults__|_functorch|_dynamo_")
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ def read_guards(text: str) -> Guards:
             continue
         kind, condition = found.groups()
         kinds[kind] += 1
-        if kind not in _DULL and not any(part in condition for part in _DULL_OBJECTS):
+        if kind not in _DULL and not _DULL_OBJECTS.search(condition):
             tensor = _TENSOR_GUARD.match(condition)
             condition = " ".join(tensor.groups()) if tensor else condition
             telling.append(f"{kind}: {plain(condition)}")
