@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from small_models import MODELS, SMALL, model_config, random_model
 
 from compiled_dsa import compile_model, load_compiled, save_compiled
 from compiled_dsa.huggingface import PagedCache, replace_attention
+from compiled_dsa.huggingface.small_models import MODELS, SMALL, model_config, random_model
 
 BATCH, PROMPT, NEW_TOKENS = 2, 100, 4
 PHASES = {"load": "load_compiled", "first": "first generate()", "second": "second generate()", "save": "save_compiled"}
