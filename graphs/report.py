@@ -64,8 +64,8 @@ def report(folder: str | Path, title: str = "What torch.compile made") -> Iterat
     and counters of the model stay as they were. A CUDA graph captured before is replayed without any compiled code:
     to see that, run it with another cache, or a model compiled with ``graphs="off"``.
 
-    For ``graphs="piecewise"`` too the graph is compiled whole: a kernel may then fuse what lies on both sides of a cut and
-    does not depend on it.
+    For ``graphs="piecewise"`` too the graph is compiled whole: a kernel may then fuse what lies on both sides of a cut
+    and does not depend on it.
 
     What cannot be seen, a decompiler that fails among it, is a line of the report and never an error; when the run
     fails, what was compiled until then is written. Forward graphs only.

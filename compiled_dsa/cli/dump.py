@@ -57,7 +57,7 @@ def dump(arguments: argparse.Namespace) -> Report:
     model = compile_model(model, arguments.graphs)
     prompt = torch.randint(1, config.vocab_size, (BATCH, arguments.prompt), device=arguments.device)
     cache = PagedCache(config, BATCH, arguments.prompt + arguments.tokens)
-    title = f"{arguments.model}: {arguments.layers} layers, prompts of {arguments.prompt} tokens"
+    title = f"{arguments.model}, layers: {arguments.layers}, tokens of a prompt: {arguments.prompt}"
     with report(arguments.output, title) as result:
         model.generate(prompt, max_new_tokens=arguments.tokens, do_sample=False, past_key_values=cache)
     return result
