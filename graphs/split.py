@@ -49,12 +49,17 @@ def split_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     split = split_module(graph_module, None, place.__getitem__, keep_original_order=True)
     for node in list(split.graph.find_nodes(op="call_module")):
         index = int(node.target.removeprefix("submod_"))
-        module = split.get_submodule(node.target)
-        delattr(split, node.target)
+        part = split.get_submodule(node.target)
+        assert isinstance(part, fx.GraphModule)
         node.target = f"{CUT if parts[index].cut else PIECE}{index}"
-        split.add_submodule(node.target, module)
-    split.recompile()
-    return split
+        split.add_submodule(node.target, _with_code(part))
+    return _with_code(split)
+
+
+def _with_code(lazy: fx.GraphModule) -> fx.GraphModule:
+    """The same module with its code made now: under Dynamo, split_module's make it at the first of their calls, each of
+    which goes through nn.Module's hooks too."""
+    return fx.GraphModule(lazy, lazy.graph)
 
 
 @dataclass
