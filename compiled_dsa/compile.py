@@ -15,6 +15,7 @@ from compiled_dsa.graphs.buckets import BATCH_SIZES, TOKEN_SIZES, Buckets
 from compiled_dsa.graphs.buffers import CaptureError
 from compiled_dsa.graphs.compile_stats import CompileStats, counting_backend
 from compiled_dsa.graphs.piecewise import Pieces, piecewise_backend
+from compiled_dsa.graphs.report import reporting
 from compiled_dsa.graphs.runner import GraphMemory, GraphRunner, RunnerStats
 from compiled_dsa.graphs.torch_compat import cause_of_failed_compile, compile_whole
 from compiled_dsa.steps import NoBucket, Planner, variant, with_dynamic_tokens
@@ -196,6 +197,8 @@ class _Forwards:
     def _forward(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not self.runners or torch.cuda.is_current_stream_capturing():
             return self._uncaptured("graphs are off", args, kwargs)
+        if reporting():  # a report wants to see the compiled code run
+            return self.run(*args, **kwargs)
         try:
             kind, step = self._planner.plan(args, kwargs)
         except NoBucket as reason:

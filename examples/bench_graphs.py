@@ -1,0 +1,329 @@
+"""Graph runtimes at true attention sizes on a GPU: equality with the code that they captured, host time, memory.
+
+    python examples/bench_graphs.py --model deepseek_v32 --json examples/results/h200-graphs.json
+
+One compiled callable is run uncaptured, in full graphs, in breakable graphs, and (compiled in pieces) piecewise; then
+torch's own mode="reduce-overhead" beside them. bf16 weights and latents, fp8 index keys, small MLPs.
+"""
+
+import argparse
+import copy
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from real_sizes import FP8, SMALL_MLP, provenance
+from rich.console import Console
+from rich.table import Table
+from served_model import ServedModel
+
+from compiled_dsa import Batch, PagePool, compile_model
+from compiled_dsa.batch import DECODE, PREFILL
+from compiled_dsa.compile import CompiledForward
+from compiled_dsa.custom_ops.layout import PAGE
+from compiled_dsa.graphs.buckets import Buckets
+from compiled_dsa.graphs.buffers import Call
+from compiled_dsa.graphs.capture import Break
+from compiled_dsa.graphs.runner import GraphMemory, GraphRunner, Step
+from compiled_dsa.huggingface import PagedCache
+from compiled_dsa.huggingface.small_models import MODELS, SMALL, model_config, random_model
+from compiled_dsa.steps import Planner
+from compiled_dsa.testing import random_index_pool, random_latent_pool
+
+DEVICE = "cuda"
+MAX_LEN, REQUESTS = 8192, 8
+TWELVE_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+console = Console(soft_wrap=True, highlight=False)
+batch_sizes = Buckets("batch_sizes", (4, REQUESTS))
+
+
+def served(args, layers: int, **sizes) -> tuple[ServedModel, PagePool]:
+    """A model and pools full of random keys; every request holds pages for MAX_LEN tokens."""
+    config = model_config(args.model, layers, first_k_dense_replace=layers, **sizes)
+    model = ServedModel(random_model(config, seed=0, device=DEVICE, dtype=torch.bfloat16, std=0.02))
+    pages = REQUESTS * MAX_LEN // PAGE
+    pool = model.make_pool(pages, REQUESTS, MAX_LEN, index_dtype=FP8)
+    for layer, c in zip(pool.layers, model.configs):
+        layer.latents.copy_(random_latent_pool(pages, c.kv_lora_rank, c.qk_rope_head_dim, torch.bfloat16, DEVICE))
+        if layer.index_keys is not None:
+            layer.index_keys.copy_(random_index_pool(pages, c.index_head_dim, FP8, DEVICE))
+    return model, pool
+
+
+def random_call(kind: str, sparse: bool, top_k: int, largest: int, generator: torch.Generator) -> tuple:
+    """(ids, batch) of a random step over random pages: up to 8 requests, 2 or more decoding or 1 or more prefilling."""
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    longest = MAX_LEN if sparse else top_k
+    if kind == DECODE:
+        q_len = [1] * integer(2, REQUESTS)
+    else:
+        rows = integer(2, largest)
+        cuts = sorted({0, rows, *(integer(1, rows - 1) for _ in range(integer(0, REQUESTS - 1)))})
+        q_len = [b - a for a, b in zip(cuts, cuts[1:])]
+    kv_len = [integer(n, longest) for n in q_len]
+    pages = torch.randperm(REQUESTS * MAX_LEN // PAGE, generator=generator).int().view(REQUESTS, -1)[: len(q_len)]
+    batch = Batch.from_lengths(
+        torch.tensor(q_len, device=DEVICE),
+        torch.tensor(kv_len, device=DEVICE),
+        pages.to(DEVICE),
+        sum(q_len),
+        kind=kind,
+        skip_scores=not sparse,
+    )
+    return torch.randint(1, 500, (sum(q_len),), generator=generator).to(DEVICE), batch
+
+
+# ---- equality --------------------------------------------------------------------------------------------------------
+
+
+def check_equality(args, model: ServedModel, pool: PagePool, runtimes: dict[str, GraphRunner], compiles) -> dict:
+    """Replays against the same compiled code on the same buffers, bit for bit, and against the eager model."""
+    planner = Planner(Buckets("token_sizes", (256, 512)), batch_sizes, MAX_LEN)
+    top_k, figures = model.configs[0].index_topk, {}
+    for kind, sparse in ((DECODE, True), (DECODE, False), (PREFILL, True)):
+        for size in (2, 5) if kind == DECODE else (512, 256):  # every bucket and compile before the counting starts
+            generator = torch.Generator().manual_seed(size)
+            for runner in runtimes.values():
+                ids, batch = random_call(kind, sparse, top_k, size, generator)
+                runner(planner.plan((ids, batch, pool), {})[1])
+        warm = compiles()
+        generator, worst, unequal = torch.Generator().manual_seed(1), 0.0, 0
+        for _ in range(args.batches):
+            ids, batch = random_call(kind, sparse, top_k, 512, generator)
+            _, step = planner.plan((ids, batch, pool), {})
+            eager = model(ids, batch, pool).double()
+            for runner in runtimes.values():
+                replayed = runner(step)
+                litter()
+                same_code = runner.rerun(step)
+                unequal += not torch.equal(replayed, same_code)
+                worst = max(worst, float((replayed.double() - eager).norm() / eager.norm()))
+        name = f"{kind}, {'sparse' if sparse else 'k_only'}"
+        figures[name] = {
+            "batches": args.batches,
+            "runtimes": list(runtimes),
+            "replays_not_bitwise_equal": unequal,
+            "largest_relative_difference_from_eager": worst,
+            "compiles_after_warm_up": compiles() - warm,
+        }
+        console.print(f"equality, {name}: {figures[name]}")
+    return figures
+
+
+def litter() -> None:
+    """Memory that was free is used for something else, and garbage is collected."""
+    junk = [torch.empty(size, device=DEVICE).fill_(torch.nan) for size in (1 << 10, 1 << 18, 1 << 22)]
+    del junk
+    gc.collect()
+
+
+# ---- host time -------------------------------------------------------------------------------------------------------
+
+
+def host_us(run: Callable[[], object], repeats: int = 30) -> float:
+    """Median time until ``run`` returns, the device idle before."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def device_us(run: Callable[[], object], repeats: int = 20) -> float:
+    """Median time between events around ``run``, the device idle before."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def without_ops(runner: GraphRunner, step: Step) -> tuple[float, float, int]:
+    """Host time of a replay whose split ops do nothing, of its graph launches alone, and the number of breaks."""
+    captured = runner.captured(step, Call(step.args, step.kwargs, step.bucket))
+    parts = captured.recording.parts
+    breaks = [part for part in parts if isinstance(part, Break)]
+    held = [part.padded for part in breaks]
+    for part in breaks:
+        part.padded = replace(part.padded, function=lambda *args: None)
+    try:
+        empty = host_us(lambda: captured.recording.replay(step.rows))
+    finally:
+        for part, padded in zip(breaks, held):
+            part.padded = padded
+    launches = host_us(lambda: [part.replay() for part in parts if not isinstance(part, Break)])
+    return empty, launches, len(breaks)
+
+
+def measure_time(model, pool, compiled, runtimes: dict[str, GraphRunner], rows: int = 256) -> dict:
+    """Host and device time of one decode step of 8 requests and one prefill of ``rows`` rows, by runtime."""
+    planner = Planner(Buckets("token_sizes", (rows,)), batch_sizes, MAX_LEN)
+    reduced = torch.compile(model.forward, fullgraph=True, mode="reduce-overhead")
+    figures: dict = {}
+    for kind, q_len in ((DECODE, [1] * REQUESTS), (PREFILL, [rows // 4] * 4)):
+        pages = pool.page_table[: len(q_len)]
+        lengths = torch.tensor(q_len, device=DEVICE), torch.full((len(q_len),), MAX_LEN, device=DEVICE)
+        batch = Batch.from_lengths(*lengths, pages, sum(q_len), kind=kind)
+        ids = torch.ones(sum(q_len), dtype=torch.int64, device=DEVICE)
+        _, step = planner.plan((ids, batch, pool), {})
+        ways = {
+            "eager": lambda a=(ids, batch, pool): model(*a),
+            "uncaptured": lambda a=(ids, batch, pool): compiled(*a),
+        }
+        ways |= {name: lambda r=runner, s=step: r(s) for name, runner in runtimes.items()}
+        ways["reduce-overhead"] = lambda a=(ids, batch, pool): reduced(*a)
+        figures[kind] = {}
+        for name, run in ways.items():
+            for _ in range(3):
+                run()
+            figures[kind][name] = {"host_us": host_us(run), "device_us": device_us(run)}
+            console.print(f"time, {kind}, {name}: {figures[kind][name]}")
+    fewer = replace(step, rows=rows - 1)
+    for name in ("breakable", "piecewise"):
+        for case, s in (("all rows real", step), ("some rows padding", fewer)):
+            empty, launches, breaks = without_ops(runtimes[name], s)
+            figures[PREFILL][name][f"host_us_per_break, {case}"] = (empty - launches) / breaks
+        figures[PREFILL][name]["breaks"] = breaks
+        console.print(f"breaks, {name}: {figures[PREFILL][name]}")
+    return figures
+
+
+def host_time_by_layers(args) -> dict[int, float]:
+    """Host time of one full-graph decode step of stacks of small layers."""
+    result = {}
+    for layers in (1, 4):
+        model, pool = served(args, layers, **SMALL)
+        runner = GraphRunner(CompiledForward(model.forward), cut=False)
+        planner = Planner(Buckets("token_sizes", (256,)), batch_sizes, MAX_LEN)
+        ids, batch = random_call(DECODE, True, 64, 0, torch.Generator().manual_seed(0))
+        _, step = planner.plan((ids, batch, pool), {})
+        runner(step)
+        result[layers] = host_us(lambda r=runner, s=step: r(s), repeats=100)
+    console.print(f"host us of a full decode step by layers: {result}")
+    return result
+
+
+# ---- capture and memory ----------------------------------------------------------------------------------------------
+
+
+def capture_buckets(compiled: CompiledForward, model: ServedModel, pool: PagePool) -> dict:
+    """Capture seconds of 12 prefill buckets, largest first, and the pool they share."""
+    memory = GraphMemory()
+    runner = GraphRunner(compiled, cut=True, memory=memory)
+    planner = Planner(Buckets("token_sizes", TWELVE_SIZES), batch_sizes, MAX_LEN)
+    seconds, pool_bytes = {}, []
+    for size in reversed(TWELVE_SIZES):
+        batch = Batch.idle(size, REQUESTS, MAX_LEN // PAGE, DEVICE, kind=PREFILL, skip_scores=False)
+        ids = torch.ones(size, dtype=torch.int64, device=DEVICE)
+        start = time.perf_counter()
+        runner(planner.plan((ids, batch, pool), {})[1])
+        torch.cuda.synchronize()
+        seconds[size] = time.perf_counter() - start
+        pool_bytes.append(memory.bytes())
+    figures = {"capture_seconds": seconds, "pool_bytes_largest": pool_bytes[0], "pool_bytes_12": pool_bytes[-1]}
+    console.print(f"capture: {figures}")
+    return figures
+
+
+# ---- generate() ------------------------------------------------------------------------------------------------------
+
+
+def generation(args, stock, prompt_tokens: int = 500, new: int = 64) -> dict:
+    """generate() with graphs="auto" against "off": tokens that differ, the margins where they first do, tokens/s."""
+    prompt = torch.randint(1, 500, (2, prompt_tokens), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3))
+    runs, speeds = {}, {}
+    for graphs in ("off", "auto"):
+        model = compile_model(copy.deepcopy(stock), graphs=graphs)
+        seconds = []
+        for count in (2, 1, new + 1, 1, new + 1):
+            cache = PagedCache(model.config, 2, prompt_tokens + new + 1)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            options = {"do_sample": False, "max_new_tokens": count, "past_key_values": cache}
+            out = model.generate(prompt, return_dict_in_generate=True, output_logits=True, **options)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        runs[graphs], speeds[graphs] = out, 2 * new / (seconds[-1] - seconds[-2])
+        stats = model.graph_stats()
+        console.print(f"generate, {graphs}: {speeds[graphs]:.0f} tokens/s; {stats}")
+    tokens = {name: out.sequences[:, prompt_tokens:] for name, out in runs.items()}
+    margins = []
+    for row in range(2):
+        different = (tokens["off"][row] != tokens["auto"][row]).nonzero().flatten()
+        if different.numel():  # what follows the first difference has another history
+            best = runs["off"].logits[int(different[0])][row].float().topk(2).values
+            margins.append(float((best[0] - best[1]) / best[0].abs()))
+    figures = {
+        "tokens": tokens["off"].numel(),
+        "rows_that_differ": len(margins),
+        "relative_margins_at_first_difference": margins,
+        "decode_tokens_per_s": speeds,
+        "auto_stats": stats,
+    }
+    console.print(f"generate: {figures}")
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0])
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--batches", type=int, default=50, help="random batches of each kind (default 50)")
+    parser.add_argument("--skip-generate", action="store_true", help="leave generate() out")
+    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--commit", help="with --json: the commit to record (default: that of the checkout)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch sees no GPU")
+    figures: dict = {"case": f"graphs of {args.layers} layers of {args.model}", **provenance(args.commit)}
+
+    def keep(name: str, value) -> None:  # written at once: a run that is stopped loses nothing
+        figures[name] = value
+        if args.json:
+            Path(args.json).write_text(json.dumps([figures], indent=1) + "\n")
+
+    with torch.inference_mode():
+        model, pool = served(args, args.layers, **SMALL_MLP)
+        whole, pieces = CompiledForward(model.forward), CompiledForward(model.forward, piecewise=True)
+        memory = GraphMemory()
+        runtimes = {
+            "full": GraphRunner(whole, cut=False, memory=memory),
+            "breakable": GraphRunner(whole, cut=True, memory=memory),
+            "piecewise": GraphRunner(pieces, cut=True, memory=memory),
+        }
+        keep("time", measure_time(model, pool, whole, runtimes))
+        compiles = lambda: whole.stats.compiles + pieces.stats.compiles  # noqa: E731
+        keep("equality", check_equality(args, model, pool, runtimes, compiles))
+        keep("memory", capture_buckets(whole, model, pool))
+        keep("host_us_by_layers", host_time_by_layers(args))
+        if not args.skip_generate:
+            keep("generate", generation(args, model.model))
+    console.print(table(figures["time"]))
+
+
+def table(times: dict) -> Table:
+    result = Table("runtime", *(f"{kind} {what}" for kind in times for what in ("host us", "device us")))
+    for name in times[DECODE]:
+        cells = [f"{times[kind][name][key]:,.0f}" for kind in times for key in ("host_us", "device_us")]
+        result.add_row(name, *cells)
+    return result
+
+
+if __name__ == "__main__":
+    main()
