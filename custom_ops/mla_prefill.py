@@ -37,9 +37,9 @@ def check(q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale
 
 
 def row_scratch_bytes(q_nope: Tensor, kv_b: Tensor) -> int:
-    """Scratch of one row: its absorbed query, its latent output and their log-sum-exp, [H, L], [H, L] and fp32 [H]."""
+    """Scratch of one row: its absorbed query, in whose place its output comes, [H, L], and log-sum-exp, fp32 [H]."""
     H, L = kv_b.shape[0], kv_b.shape[2]
-    return H * (2 * L * q_nope.element_size() + 4)
+    return H * (L * q_nope.element_size() + 4)
 
 
 def reference(q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes):
@@ -50,7 +50,8 @@ def reference(q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, s
     dtype = compute_dtype(q_nope.dtype)
     slots = selected_slots(topk, count, page_table, req_of_row, pool.shape[0])
     w_uk, w_uv = kv_b[:, :N].to(dtype), kv_b[:, N:].to(dtype)
-    rows_at_once = max(1, scratch_bytes // (2 * row_scratch_bytes(q_nope, kv_b)))
+    # queries and outputs are two tensors here, in fp32 for rows of two bytes
+    rows_at_once = max(1, scratch_bytes // (4 * row_scratch_bytes(q_nope, kv_b)))
     for part in torch.arange(T, device=pool.device).split(rows_at_once):
         q_latent = torch.einsum("thn,hnl->thl", q_nope[part].to(dtype), w_uk)
         o, _ = attend(q_latent, q_rope[part], pool, slots[part], scale, sinks)

@@ -1,12 +1,32 @@
-"""mla_prefill with Triton: absorb, sparse attention, un-absorb, for as many rows at a time as the scratch holds."""
+"""mla_prefill with Triton: absorb, sparse attention, un-absorb, for as many rows at a time as the scratch holds.
+
+On Hopper the attention is the Gluon kernel where its shapes fit, over fp8 pools after they were dequantised whole;
+everything else goes through the kernel of sparse_mla_decode.
+"""
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels import sparse_mla
-from compiled_dsa.custom_ops.kernels.common import refuses_device, refuses_dot, refuses_dtype, refuses_strides
-from compiled_dsa.custom_ops.layout import PAGE
+from compiled_dsa.custom_ops.kernels.common import (
+    multiprocessors,
+    refuses_device,
+    refuses_dot,
+    refuses_dtype,
+    refuses_strides,
+)
+from compiled_dsa.custom_ops.layout import LATENT_GROUP, PAGE, latent_pool_shape, split_latent_pool
 from compiled_dsa.custom_ops.mla_prefill import row_scratch_bytes
+
+GLUON_CAPABILITY = (9, 0)  # wgmma is Hopper's alone
+
+# Dequantising costs at most 0.6 ns a token of the pool; the Gluon kernel then saves 0.6 ns (64 heads) to 1.3 ns (128
+# heads) a lane of the selection (H200, 4096 rows, K = 2048). Rows may have fewer lanes than their ids have columns.
+LANES_PER_TOKEN = 4
+
+_TOKENS = 16  # of a program that dequantises
 
 
 def refuses(
@@ -22,35 +42,131 @@ def refuses(
     )
 
 
+def refuses_gluon(q_rope: Tensor, pool: Tensor, L: int, scale: float) -> str | None:
+    """Why the attention of these queries [T, H, R] cannot be the Gluon kernel; it is imported only where it runs."""
+    H, R = q_rope.shape[1:]
+    if q_rope.dtype != torch.bfloat16:
+        return f"queries have dtype {q_rope.dtype}, not bfloat16"
+    if (L, R) != (512, 64) or H == 0 or H % 64:
+        return f"{H} heads of {L}+{R}; it takes multiples of 64 heads of 512+64"
+    if not scale > 0:
+        return f"scale={scale} is not above 0"
+    if pool.data_ptr() % 16:
+        return "the pool is not aligned to 16 bytes"
+    if pool.device.type != "cuda" or torch.cuda.get_device_capability(pool.device) != GLUON_CAPABILITY:
+        return f"needs a CUDA device of compute capability {GLUON_CAPABILITY}"
+    try:
+        from compiled_dsa.custom_ops.kernels import sparse_mla_gluon  # noqa: F401
+    except ImportError as error:
+        return f"cannot be imported: {error}"
+    return None
+
+
+def dequantised_bytes(pool: Tensor, L: int, R: int) -> int:
+    """Bytes of an fp8 pool in bf16."""
+    return pool.shape[0] * PAGE * (L + R) * 2
+
+
+def worth_dequantising(pool: Tensor, L: int, R: int, lanes: int, scratch_bytes: int) -> bool:
+    """True where ``lanes`` selected tokens repay a pass over the pool and half of the scratch holds it."""
+    enough = lanes >= LANES_PER_TOKEN * pool.shape[0] * PAGE
+    return enough and dequantised_bytes(pool, L, R) <= scratch_bytes // 2
+
+
+@triton.jit
+def _dequantise(
+    latents,
+    scales,
+    rope,
+    out,
+    tokens,
+    latents_slot,
+    scales_slot,
+    rope_slot,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    there = (token < tokens)[:, None]
+    column = tl.arange(0, L)[None, :]
+    group = tl.arange(0, L // GROUP)[None, :]
+    r = tl.arange(0, R)[None, :]
+    token = token[:, None]
+    c = tl.load(latents + token * latents_slot + column, mask=there, other=0.0)
+    s = tl.load(scales + token * scales_slot + group, mask=there, other=0.0)
+    k = tl.load(rope + token * rope_slot + r, mask=there, other=0.0)
+    c = tl.reshape(c.to(tl.float32), [TOKENS, L // GROUP, GROUP]) * s[:, :, None]
+    dtype = out.dtype.element_ty
+    tl.store(out + token * (L + R) + column, tl.reshape(c, [TOKENS, L]).to(dtype), mask=there)
+    tl.store(out + token * (L + R) + L + r, k.to(dtype), mask=there)
+
+
+def dequantise(pool: Tensor, L: int, R: int) -> Tensor:
+    """An fp8 pool as a bf16 one [P, 64, L + R]; L and R are powers of two.
+
+    70 to 90 us a call with its launch for 8,192 to 131,072 tokens (H200).
+    """
+    out = torch.empty(
+        latent_pool_shape(pool.shape[0], L, R, torch.bfloat16)[0], dtype=torch.bfloat16, device=pool.device
+    )
+    latents, scales, rope = split_latent_pool(pool, L, R)
+    tokens = pool.shape[0] * PAGE
+    _dequantise[(triton.cdiv(tokens, _TOKENS),)](
+        latents,
+        scales,
+        rope,
+        out,
+        tokens,
+        latents.stride(1),
+        scales.stride(1),
+        rope.stride(1),
+        L=L,
+        R=R,
+        GROUP=LATENT_GROUP,
+        TOKENS=_TOKENS,
+    )
+    return out
+
+
 def run(q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes) -> None:
     T, H, N = q_nope.shape
-    L = kv_b.shape[2]
+    L, R = kv_b.shape[2], q_rope.shape[2]
     if T == 0:
         return
-    w_uk, w_uv = kv_b[:, :N], kv_b[:, N:].transpose(1, 2)  # [H, N, L], [H, L, V]
-    rows_at_once = min(T, scratch_bytes // row_scratch_bytes(q_nope, kv_b))
     width = page_table.shape[1] * PAGE if topk is None else topk.shape[1]
-    tile = sparse_mla.tiling(rows_at_once, H, L, width, q_nope.dtype, q_nope.device)._replace(splits=1)
-    # a bmm works head by head: buffers are [H, rows, L], and the kernel reads and writes them transposed
-    queries: Tensor = q_nope.new_empty(H, rows_at_once, L)
-    outputs = torch.empty_like(queries)
-    lse = torch.empty(rows_at_once, H, dtype=torch.float32, device=q_nope.device)
+    gluon = refuses_gluon(q_rope, pool, L, scale) is None
+    if gluon and pool.dtype == torch.uint8:
+        gluon = worth_dequantising(pool, L, R, T * width, scratch_bytes)
+        if gluon:
+            pool = dequantise(pool, L, R)
+            scratch_bytes -= pool.nbytes
+    if gluon:
+        from compiled_dsa.custom_ops.kernels import sparse_mla_gluon
+
+        rows_at_once = min(T, scratch_bytes // (H * L * q_nope.element_size()))
+        wave = max(1, multiprocessors(pool.device) * sparse_mla_gluon.HEADS // H)
+        if wave < rows_at_once < T:
+            rows_at_once -= rows_at_once % wave  # a last wave that is nearly empty costs as much as a full one
+    else:
+        rows_at_once = min(T, scratch_bytes // row_scratch_bytes(q_nope, kv_b))
+        tile = sparse_mla.tiling(rows_at_once, H, L, width, q_nope.dtype, q_nope.device)._replace(splits=1)
+        lse = torch.empty(rows_at_once, H, dtype=torch.float32, device=q_nope.device)
+    w_uk, w_uv = kv_b[:, :N], kv_b[:, N:].transpose(1, 2)  # [H, N, L], [H, L, V]
+    # Absorbed queries, and in their place the attention's outputs: a program of either kernel reads its queries before
+    # it writes, and no other program reads them. A bmm works head by head, 10 % faster on rows that lie so.
+    buffer = q_nope.new_empty(H, rows_at_once, L)
     for start in range(0, T, rows_at_once):
         stop = min(start + rows_at_once, T)
-        q_latent, o = queries[:, : stop - start], outputs[:, : stop - start]
-        torch.bmm(q_nope[start:stop].transpose(0, 1), w_uk, out=q_latent)
-        sparse_mla.launch(
-            q_latent.transpose(0, 1),
-            q_rope[start:stop],
-            pool,
-            None if topk is None else topk[start:stop],
-            count[start:stop],
-            page_table,
-            req_of_row[start:stop],
-            scale,
-            sinks,
-            o.transpose(0, 1),
-            lse[: stop - start],
-            tile,
-        )
-        torch.bmm(o, w_uv, out=out[start:stop].transpose(0, 1))
+        rows = slice(start, stop)
+        latent = buffer[:, : stop - start]
+        torch.bmm(q_nope[rows].transpose(0, 1), w_uk, out=latent)
+        latent = latent.transpose(0, 1)
+        ids = None if topk is None else topk[rows]
+        selection = (pool, ids, count[rows], page_table, req_of_row[rows], scale, sinks)
+        if gluon:
+            sparse_mla_gluon.launch(latent, q_rope[rows], *selection, latent, None)
+        else:
+            sparse_mla.launch(latent, q_rope[rows], *selection, latent, lse[: stop - start], tile)
+        torch.bmm(latent.transpose(0, 1), w_uv, out=out[rows].transpose(0, 1))

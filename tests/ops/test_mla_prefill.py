@@ -1,5 +1,7 @@
 """mla_prefill: absorbed attention of many rows within a scratch budget, against the reference in fp64."""
 
+import sys
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from compiled_dsa.custom_ops import MLA_PREFILL
 from compiled_dsa.custom_ops.layout import FP8, PAGE
 from compiled_dsa.custom_ops.mla_prefill import row_scratch_bytes
 from compiled_dsa.testing import (
+    attention_oracle,
     attention_tolerance,
     dequantised_latents,
     poisoned,
@@ -15,6 +18,7 @@ from compiled_dsa.testing import (
 )
 
 BUDGET = 1 << 24
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def setup(T, H, N, V, L, R, pool_dtype, dtype, device, K=70, sinks=False):
@@ -144,3 +148,182 @@ def test_peak_scratch_on_a_gpu():
     torch.ops.compiled_dsa.mla_prefill(*args, out, budget)
     assert torch.cuda.max_memory_allocated() - before <= budget
     check(out, args)
+
+
+def gluon_arguments(**changes):
+    """(q_rope, pool, L, scale) that the Gluon kernel takes on its device, with changes."""
+    H, L, R, dtype = (
+        changes.get(k, default) for k, default in zip(("H", "L", "R", "dtype"), (128, 512, 64, "bfloat16"))
+    )
+    dtype = getattr(torch, dtype)
+    pool = torch.zeros(2, PAGE, L + R, dtype=dtype)
+    if "offset" in changes:
+        pool = torch.zeros(pool.numel() + changes["offset"], dtype=dtype)[changes["offset"] :].view(pool.shape)
+    return torch.zeros(3, H, R, dtype=dtype), pool, L, changes.get("scale", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "capability (9, 0)"),
+        ({"dtype": "float16"}, "not bfloat16"),
+        ({"H": 96}, "96 heads of 512+64"),
+        ({"L": 128, "R": 32}, "128 heads of 128+32"),
+        ({"scale": 0.0}, "scale=0.0"),
+        ({"scale": float("nan")}, "scale=nan"),
+        ({"offset": 4}, "aligned"),
+    ],
+)
+def test_what_the_gluon_kernel_refuses(changes, reason):
+    from compiled_dsa.custom_ops.kernels.mla_prefill import refuses_gluon
+
+    loaded = "compiled_dsa.custom_ops.kernels.sparse_mla_gluon" in sys.modules
+    assert reason in refuses_gluon(*gluon_arguments(**changes))
+    # nothing imports triton's gluon where it does not run
+    assert loaded or "compiled_dsa.custom_ops.kernels.sparse_mla_gluon" not in sys.modules
+
+
+def test_when_an_fp8_pool_is_dequantised_whole():
+    from compiled_dsa.custom_ops.kernels.mla_prefill import worth_dequantising
+
+    pool = random_latent_pool(5, 512, 64, FP8)
+    size, tokens = 5 * PAGE * 576 * 2, 5 * PAGE
+    assert worth_dequantising(pool, 512, 64, 4 * tokens, 2 * size)
+    assert not worth_dequantising(pool, 512, 64, 4 * tokens - 1, 2 * size)
+    assert not worth_dequantising(pool, 512, 64, 4 * tokens, 2 * size - 1)
+
+
+@pytest.fixture
+def gluon_rows(monkeypatch):
+    """The number of rows of every launch of the Gluon kernel."""
+    if not HOPPER:
+        pytest.skip("the Gluon kernel runs on Hopper alone")
+    from compiled_dsa.custom_ops.kernels import sparse_mla_gluon
+
+    rows: list[int] = []
+    launch = sparse_mla_gluon.launch
+
+    def spy(q_latent, *args):
+        rows.append(q_latent.shape[0])
+        launch(q_latent, *args)
+
+    monkeypatch.setattr(sparse_mla_gluon, "launch", spy)
+    return rows
+
+
+def ragged(args, pages=9):
+    """Counts from nothing to more than all lanes, bad ids between good ones, and NaN in all tokens not selected."""
+    pool, topk, count = args[2:5]
+    T, K = topk.shape
+    count[:] = torch.randint(0, K + 1, (T,), device=count.device)
+    edges = [0, -3, 1, 64, 65, 128, 129, K, K + 5, K]
+    count[: len(edges)] = torch.tensor(edges, device=count.device)[:T]
+    kind = torch.rand(T, K, device=topk.device)
+    for i, bad in enumerate((-1, pages * PAGE, 2**31 - 1, -(2**31))):
+        topk[(kind > 0.05 * i) & (kind < 0.05 * (i + 1))] = bad
+    topk[7, :64] = -1  # a whole block
+    topk[8] = -1
+    topk[topk == 0] = -1  # slot 0 is where lanes without token would point
+    lane = torch.arange(K, device=topk.device)
+    chosen = topk[(lane < count[:, None]) & (topk >= 0) & (topk < pages * PAGE)].long()
+    unused = torch.ones(pages * PAGE, dtype=torch.bool, device=topk.device)
+    unused[chosen] = False
+    pool.flatten(0, 1)[unused] = 0x7F if pool.dtype == torch.uint8 else torch.nan
+    return args
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 128, 192])
+@pytest.mark.parametrize("K", [40, 64, 192, 576])
+def test_gluon_ragged_rows(gluon_rows, H, K):
+    """300 rows: more than one tile a program."""
+    args = ragged(setup(300, H, 128, 128, 512, 64, torch.bfloat16, torch.bfloat16, "cuda", K, sinks=H != 128))
+    empty = args[4] <= 0
+    args[0][empty] = torch.nan  # a padding row may hold anything
+    args[1][empty] = torch.nan
+    out = poisoned(300, H, 128, dtype=torch.bfloat16, device="cuda")
+    torch.ops.compiled_dsa.mla_prefill(*args, out, 1 << 27)
+    assert gluon_rows == [300]
+    assert (out[empty] == 0).all() and (out[8] == 0).all()
+    args[0][empty] = 0
+    args[1][empty] = 0
+    check(out, args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool_dtype", [torch.bfloat16, FP8])
+def test_gluon_paged(gluon_rows, pool_dtype):
+    args = setup(40, 64, 128, 128, 512, 64, pool_dtype, torch.bfloat16, "cuda", sinks=True)
+    args[3] = None
+    args[4][:] = torch.arange(40) * 4 - 8  # up to more than the 128 tokens of the page table
+    args[5][1, 0], args[5][2, 1] = -1, 9  # no page, no page of the pool
+    out = poisoned(40, 64, 128, dtype=torch.bfloat16, device="cuda")
+    torch.ops.compiled_dsa.mla_prefill(*args, out, 1 << 27)
+    assert gluon_rows == [40]
+    check(out, args)
+
+
+@pytest.mark.gpu
+def test_gluon_log_sum_exp(gluon_rows):
+    from compiled_dsa.custom_ops.kernels import sparse_mla_gluon
+
+    args = setup(20, 128, 128, 128, 512, 64, torch.bfloat16, torch.bfloat16, "cuda", 200, sinks=True)
+    ragged(args)
+    q_latent = torch.randn(128, 20, 512, device="cuda").bfloat16().transpose(0, 1)
+    selection = (args[1], *args[2:7], 0.05, args[9])
+    out, lse = torch.full_like(q_latent, torch.nan), poisoned(20, 128, dtype=torch.float32, device="cuda")
+    sparse_mla_gluon.launch(q_latent, *selection, out, lse)
+    want, want_lse = attention_oracle(q_latent, *selection)
+    atol, lse_atol = attention_tolerance(q_latent, args[1], args[2], 0.05)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=atol)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=lse_atol)
+    in_place = q_latent.clone(memory_format=torch.preserve_format)
+    sparse_mla_gluon.launch(in_place, *selection, in_place, None)
+    assert torch.equal(in_place, out)
+
+
+@pytest.mark.gpu
+def test_gluon_reads_fp8_pools_through_scratch(gluon_rows):
+    args = ragged(setup(40, 64, 128, 128, 512, 64, FP8, torch.bfloat16, "cuda"))
+    size = 9 * PAGE * 576 * 2
+    for budget, launches in ((2 * size, 4), (2 * size - 1, 0)):
+        gluon_rows.clear()
+        out = poisoned(40, 64, 128, dtype=torch.bfloat16, device="cuda")
+        torch.ops.compiled_dsa.mla_prefill(*args, out, budget)
+        assert len(gluon_rows) == launches and sum(gluon_rows) == (40 if launches else 0)
+        check(out, args)
+
+
+@pytest.mark.gpu
+def test_gluon_rows_are_cut_by_the_budget_in_whole_waves(gluon_rows):
+    args = setup(400, 128, 128, 128, 512, 64, torch.bfloat16, torch.bfloat16, "cuda")
+    wave = torch.cuda.get_device_properties("cuda").multi_processor_count // 2
+    outs = []
+    for budget, slices in (
+        (1 << 27, [400]),
+        (150 * 128 * 1024, [2 * wave] * 3 + [400 - 6 * wave]),
+        (row_scratch_bytes(args[0], args[7]), [1] * 400),
+    ):
+        gluon_rows.clear()
+        out = poisoned(400, 128, 128, dtype=torch.bfloat16, device="cuda")
+        torch.ops.compiled_dsa.mla_prefill(*args, out, budget)
+        assert gluon_rows == slices
+        outs.append(out)
+        check(out, args)
+    # a slice changes how the GEMMs round, not what is attended
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=0, atol=2.0**-6 * float(outs[0].abs().amax()))
+
+
+@pytest.mark.gpu
+def test_gluon_peak_scratch(gluon_rows):
+    args = setup(400, 128, 128, 128, 512, 64, FP8, torch.bfloat16, "cuda")
+    for budget in (9 * PAGE * 576 * 2 * 2, 1 << 27):
+        out = poisoned(400, 128, 128, dtype=torch.bfloat16, device="cuda")
+        torch.ops.compiled_dsa.mla_prefill(*args, out, budget)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.ops.compiled_dsa.mla_prefill(*args, out, budget)
+        assert torch.cuda.max_memory_allocated() - before <= budget
+    assert gluon_rows
