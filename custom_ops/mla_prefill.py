@@ -1,7 +1,8 @@
 """mla_prefill: MLA of many rows over selected tokens, from queries before absorption to values after un-absorption.
 
 Absorption lives inside the op, so that the absorbed queries (H*L a row, four times the model's own) exist for a slice
-of the rows only, and so that an implementation may expand keys instead where that is cheaper.
+of the rows only, and so that an implementation may expand keys instead where that is cheaper. Graphs are cut at it: in
+how many slices and which way it works through the rows follows from their real number.
 
 Legend: T rows (query tokens), H heads, N nope dim, R rope dim, L latent dim, V value dim, B requests, K lanes.
 """
