@@ -54,6 +54,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def dependent_launch(device: torch.device) -> bool:
+    """Can a kernel be launched before the one in front of it has ended (programmatic dependent launch)?"""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """fp32 dots are exact products: tf32 would change which tokens are selected."""
     return "ieee" if dtype == torch.float32 else "tf32"

@@ -1,8 +1,9 @@
 """index_topk in Triton: scores of a slice of rows into scratch, then an exact selection, one program a row.
 
 The scores kernel multiplies a block of keys with all index heads of up to ``128 / HI`` rows at once, so that rows of a
-request share the loads of its keys. In the selection (select.py) the lowest positions win among equal scores, with and
-without ``deterministic``. Rows that see at most K keys take them all; their scores are neither computed nor read.
+request share the loads of its keys; for long rows it also leaves the maximum of every few neighbouring scores. In the
+selection (select.py) the lowest positions win among equal scores, with and without ``deterministic``. Rows that see at
+most K keys take them all; their scores are neither computed nor read.
 
 Legend: HI index heads, D index head dim, P pages, W columns of the page table.
 """
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 
 from compiled_dsa.custom_ops.kernels.common import (
+    dependent_launch,
     dot_precision,
     multiprocessors,
     refuses_device,
@@ -19,11 +21,13 @@ from compiled_dsa.custom_ops.kernels.common import (
     refuses_dtype,
     refuses_strides,
 )
-from compiled_dsa.custom_ops.kernels.select import Segments, write_slots
+from compiled_dsa.custom_ops.kernels.select import group_size, maxima_of, write_slots
 from compiled_dsa.custom_ops.layout import PAGE, split_index_pool
 
 TILE_COLUMNS = 128  # rows * index heads of one tile of scores
 WAVES = 4  # programs a multiprocessor, where the rows are too few to fill the device
+PREFILL_ROWS = 8  # so many rows a request: the scores are bound by arithmetic, with fewer by reading keys
+STAGES = 5  # pages are read two blocks ahead, their keys and scales one or two
 
 
 def refuses(q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes=0) -> str | None:
@@ -53,6 +57,7 @@ def _scores(
     req_of_row,  # [rows]
     visible,  # [rows]
     scores,  # [rows, 64 W]
+    maxima,  # [rows, at least 64 W / GROUP], if GROUP
     rows,
     columns,
     pages,
@@ -64,15 +69,19 @@ def _scores(
     scales_page,
     table_row,
     scores_row,
+    maxima_row,
     HI: tl.constexpr,
     HI_PADDED: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     first = tl.program_id(0) * ROWS
     lane = tl.arange(0, ROWS)
@@ -80,8 +89,6 @@ def _scores(
     request = tl.load(req_of_row + row, mask=row < rows, other=-1)
     seen = tl.minimum(tl.load(visible + row, mask=row < rows, other=0), columns)
     seen = tl.where(seen > K, seen, 0)
-    if tl.max(seen, axis=0) == 0:
-        return
 
     # one column of the tile is one head of one row
     column = tl.arange(0, ROWS * HI_PADDED)
@@ -92,10 +99,17 @@ def _scores(
     q_offsets = column_row.to(tl.int64) * q_row + head * q_head
     q_tile = tl.load(q + q_offsets[None, :] + d[:, None], mask=real[None, :] & (d < D)[:, None], other=0.0)
     w = tl.load(weights + column_row.to(tl.int64) * weights_row + head, mask=real, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # the selection's programs start and wait
+    if tl.max(seen, axis=0) == 0:
+        return
 
     lanes = tl.arange(0, BLOCK)
+    groups = tl.arange(0, BLOCK // GROUP)
     step = tl.num_programs(1) * BLOCK
     begin = tl.program_id(1) * BLOCK
+    lines = scores + row.to(tl.int64)[None, :] * scores_row
+    group_lines = maxima + row.to(tl.int64)[None, :] * maxima_row
     # Pass r serves the rows of the tile that belong to the request of row r. Nearly always pass 0 serves them all.
     for r in range(ROWS):
         this = tl.sum(tl.where(lane == r, request, 0), axis=0)
@@ -103,45 +117,51 @@ def _scores(
         served = tl.sum((same & (lane < r)).to(tl.int32), axis=0) > 0
         last = tl.where(served, 0, tl.max(tl.where(same, seen, 0), axis=0))
         table = page_table + this.to(tl.int64) * table_row
-        page = tl.load(table + begin // PAGE, mask=begin < last, other=-1)
-        for start in range(begin, last, step):
-            ahead = start + step  # the page of the next block is read while this one is worked on
-            page_ahead = tl.load(table + ahead // PAGE, mask=ahead < last, other=-1)
+        page_ahead = tl.load(table + begin // PAGE, mask=begin < last, other=-1)
+        for start in tl.range(begin, last, step, num_stages=STAGES):
+            if STAGES is None:
+                page = page_ahead
+                page_ahead = tl.load(table + (start + step) // PAGE, mask=start + step < last, other=-1)
+            else:  # a tensor of one element is read ahead together with scales and keys, a scalar is not
+                page = tl.load(table + start // PAGE + tl.arange(0, 1))
             good = (page >= 0) & (page < pages)
             page = tl.where(good, page, 0).to(tl.int64)
-            offset = start % PAGE
-            key_offsets = (lanes * D)[:, None] + d[None, :]
-            # unmasked: the page is one of the pool, and what is no key of the row is not stored
-            if D == D_PADDED:
-                key = tl.load(keys + page * keys_page + offset * D + key_offsets)
+            # Unmasked: the page is one of the pool. Scores and maxima past the row's last key are not read.
+            scale = tl.where(good, 1.0, float("nan"))
+            if FP8:
+                scale *= tl.load(key_scales + page * scales_page + start % PAGE + lanes)
+            offsets = (lanes * D)[:, None] + d[None, :]
+            if STAGES is None:
+                block = keys + (page * keys_page + start % PAGE * D) + offsets
             else:
-                key = tl.load(keys + page * keys_page + offset * D + key_offsets, mask=(d < D)[None, :], other=0.0)
+                block = keys + (page * keys_page + start % PAGE * D)[:, None] + offsets
+            key = tl.load(block) if D == D_PADDED else tl.load(block, mask=(d < D)[None, :], other=0.0)
             dots = tl.dot(key, q_tile, input_precision=PRECISION)
             dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
             if HI != HI_PADDED:  # a padded head of zeros times an infinite key is NaN
                 dots = tl.where(real[None, :], dots, 0.0)
             score = tl.sum(tl.reshape(dots * w[None, :], [BLOCK, ROWS, HI_PADDED]), axis=2)
-            if FP8:
-                score *= tl.load(key_scales + page * scales_page + offset + lanes)[:, None]
-            score = tl.where(good, score, float("nan"))
-            position = start + lanes
-            wanted = same[None, :] & (position[:, None] < seen[None, :])
-            tl.store(scores + row.to(tl.int64)[None, :] * scores_row + position[:, None], score, mask=wanted)
-            page = page_ahead
+            score *= tl.broadcast_to(scale, [BLOCK])[:, None]
+            tl.store(lines + (start + lanes)[:, None], score, mask=same[None, :])
+            if GROUP > 1:
+                best = tl.max(tl.reshape(score, [BLOCK // GROUP, GROUP, ROWS]), axis=1)  # NaN where all are
+                tl.store(group_lines + (start // GROUP + groups)[:, None], best, mask=same[None, :])
 
 
-def _write_scores(q, weights, pool, page_table, req_of_row, visible, scores, K: int) -> None:
+def _write_scores(
+    q, weights, pool, page_table, req_of_row, visible, scores, maxima, K: int, group: int, rows_per_request: int
+) -> None:
     rows, HI, D = q.shape
     keys, key_scales = split_index_pool(pool)
     fp8 = key_scales is not None
     exact = q.dtype == torch.float32
     HI_padded = max(16, triton.next_power_of_2(HI))
     # as many rows of a tile as requests have on average, so that decoding one token a request wastes none
-    rows_per_request = max(1, rows // page_table.shape[0])
     tile_rows = 1 if exact else max(1, min(TILE_COLUMNS // HI_padded, 1 << (rows_per_request.bit_length() - 1)))
     block = 16 if exact else PAGE  # divides a page
+    prefill = rows_per_request >= PREFILL_ROWS
     tiles = triton.cdiv(rows, tile_rows)
-    splits = min(triton.cdiv(scores.shape[1], block), triton.cdiv(WAVES * multiprocessors(q.device), tiles))
+    splits = min(triton.cdiv(scores.shape[1], block), max(1, WAVES * multiprocessors(q.device) // tiles))
     _scores[(tiles, splits)](
         q,
         weights,
@@ -151,6 +171,7 @@ def _write_scores(q, weights, pool, page_table, req_of_row, visible, scores, K: 
         req_of_row,
         visible,
         scores,
+        maxima,
         rows,
         scores.shape[1],
         pool.shape[0],
@@ -162,17 +183,22 @@ def _write_scores(q, weights, pool, page_table, req_of_row, visible, scores, K: 
         key_scales.stride(0) if fp8 else 0,
         page_table.stride(0),
         scores.stride(0),
+        maxima.stride(0),
         HI=HI,
         HI_PADDED=HI_padded,
         D=D,
         D_PADDED=max(32, triton.next_power_of_2(D)),
         ROWS=tile_rows,
         BLOCK=block,
+        GROUP=group or 1,
         PAGE=PAGE,
         FP8=fp8,
         PRECISION=dot_precision(q.dtype),
+        STAGES=None if exact or prefill else STAGES,
+        EARLY=dependent_launch(q.device),
         num_warps=4,
         num_stages=1 if exact else 3,
+        maxnreg=128 if prefill and not group and not exact else None,  # four programs a multiprocessor
     )
 
 
@@ -188,16 +214,21 @@ def run(
         return
     columns = page_table.shape[1] * PAGE
     scored = columns > K
-    segments = Segments.of(columns, K)
+    rows_per_request = max(1, T // page_table.shape[0])
+    group = group_size(columns, K, rows_per_request >= PREFILL_ROWS)
     rows_at_once = T
     if scored and scratch_bytes is not None:
-        if scratch_bytes < segments.row_bytes(columns, K):
-            segments = Segments(1, columns)
-        rows_at_once = min(T, scratch_bytes // segments.row_bytes(columns, K))
-    scores = torch.empty(rows_at_once if scored else 0, columns, dtype=torch.float32, device=q.device)
+        if scratch_bytes < 4 * (columns + maxima_of(columns, group)):
+            group = 0
+        slices = triton.cdiv(T, scratch_bytes // (4 * (columns + maxima_of(columns, group))))
+        rows_at_once = triton.cdiv(T, slices)  # the same for all slices
+    scratch_rows = rows_at_once if scored else 0
+    scores = torch.empty(scratch_rows, columns, dtype=torch.float32, device=q.device)
+    maxima = torch.empty(scratch_rows, maxima_of(columns, group), dtype=torch.float32, device=q.device)
+    early = scored and dependent_launch(q.device)
     for start in range(0, T, rows_at_once):
         part = slice(start, min(start + rows_at_once, T))
         rows = (page_table, req_of_row[part], visible[part])
         if scored:
-            _write_scores(q[part], weights[part], pool, *rows, scores, K)
-        write_slots(scores, *rows, topk_out[part], pool.shape[0], segments)
+            _write_scores(q[part], weights[part], pool, *rows, scores, maxima, K, group, rows_per_request)
+        write_slots(scores, maxima, *rows, topk_out[part], pool.shape[0], group, early)

@@ -1,12 +1,10 @@
 """The selection of index_topk in Triton: from rows of scores to the slots of their K best keys.
 
-One program a row finds the K-th largest score by counting scores that it holds in registers, and then writes slots in
-the order of positions: of equal scores the lowest positions win. A long row is cut into segments first; each leaves its
-K best as candidates, in order, and the row is chosen from these.
+One program a row finds the K-th largest score by counting scores that stay in its registers, and takes what is above it
+and, of what equals it, the lowest positions. A long row is narrowed down first: the scores kernel leaves the maximum of
+every group of neighbouring scores, and the K best scores lie in the K groups with the best maxima (of equal ones, the
+leftmost). For each of these has a score that beats any score outside them, or equals it and lies further left.
 """
-
-import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -15,9 +13,15 @@ import triton.language as tl
 from compiled_dsa.custom_ops.kernels.common import paged_slots
 from compiled_dsa.custom_ops.layout import PAGE
 
-HELD_SCORES = 1 << 15  # scores that a program of 32 warps holds in registers
-SHORT_SEGMENT = 1 << 13  # below this a second launch costs more than it saves
-WRITE_PER_THREAD = 8  # of at most 1024 threads: the two counts of a block then fit into one int32
+DIRECT_SCORES = 1 << 14  # rows up to here are not narrowed down
+# Higher where the scores kernel is bound by arithmetic: maxima cost it more there than they save. On an H200, 4096 rows
+# x 32768 keys take 2,212 us for the scores and 635 for the selection; with maxima 2,500 and 385.
+DIRECT_SCORES_PREFILL = 1 << 15
+NARROWED_MAXIMA = 1 << 14  # groups grow with the row, so that it has at most so many
+GROUPS = (4, 8, 16)  # sizes of groups; the scores kernel's blocks are multiples of each
+SMALLEST_TILE = 1 << 9
+LOAD = 4  # neighbouring scores that a thread loads together
+SCORES_PER_THREAD = 32
 
 
 @triton.jit
@@ -34,227 +38,226 @@ def _to_score(key):
 
 
 @triton.jit
-def _load_scores(line, lane, n):
-    return tl.load(line + lane, mask=lane < n, other=float("nan"))
+def _index(SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """0 .. SIZE in a [WIDTH, SIZE / WIDTH] tile whose rows lie across threads: neighbours are on the first axis."""
+    return tl.arange(0, SIZE // WIDTH)[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None]
 
 
 @triton.jit
-def _bounds(line, held, n, BLOCK: tl.constexpr, HELD: tl.constexpr):
-    """(smallest, largest, how many) of n scores, without those that are NaN; ``held`` has them all if HELD."""
-    smallest = tl.min(tl.where(held == held, held, float("inf")), axis=0)
-    largest = tl.max(tl.where(held == held, held, float("-inf")), axis=0)
-    numbers = tl.sum((held == held).to(tl.int32), axis=0)
-    if not HELD:
-        for start in range(BLOCK, n, BLOCK):
-            more = _load_scores(line, start + tl.arange(0, BLOCK), n)
-            smallest = tl.minimum(smallest, tl.min(tl.where(more == more, more, float("inf")), axis=0))
-            largest = tl.maximum(largest, tl.max(tl.where(more == more, more, float("-inf")), axis=0))
-            numbers += tl.sum((more == more).to(tl.int32), axis=0)
-    return smallest, largest, numbers
+def _count(chosen):
+    # those of a thread in fp32: sums of bits become long chains of logic
+    return tl.sum(tl.sum(tl.sum(tl.where(chosen, 1.0, 0.0), axis=2), axis=1).to(tl.int32), axis=0)
 
 
 @triton.jit
-def _count(line, held, bound, n, BLOCK: tl.constexpr, HELD: tl.constexpr, STRICT: tl.constexpr):
-    """How many of n scores are >= bound, or > bound if STRICT."""
-    total = tl.sum(((held > bound) if STRICT else (held >= bound)).to(tl.int32), axis=0)
-    if not HELD:
-        for start in range(BLOCK, n, BLOCK):
-            more = _load_scores(line, start + tl.arange(0, BLOCK), n)
-            total += tl.sum(((more > bound) if STRICT else (more >= bound)).to(tl.int32), axis=0)
-    return total
+def _log2(count):
+    """To about 0.01: that of the library takes as long as a count."""
+    bits = count.to(tl.float32).to(tl.int32, bitcast=True)
+    fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    return (bits >> 23) - 127 + fraction * (1.3465 - 0.3465 * fraction)
 
 
 @triton.jit
-def _threshold(line, n, K, BLOCK: tl.constexpr, HELD: tl.constexpr):
-    """(threshold, ties): the K best of n scores are those above the threshold and ``ties`` of those equal to it.
+def _smallest(score):
+    return tl.min(tl.min(tl.min(score, axis=2), axis=1), axis=0)
 
-    Searches for a bound that exactly K scores reach, or failing that (ties) the largest that at least K reach, by
-    counting scores that stay in registers. Guesses interpolate between the counts of both ends, every other one halves
-    the interval of bit patterns, so that no distribution takes more than 64.
+
+@triton.jit
+def _threshold(score, position, end, bound, least, most):
+    """(sure, threshold, last): the best scores are those >= sure, and of those equal to the threshold the ones at
+    positions before ``last``, where that is not 0.
+
+    They are between ``least`` and ``most`` of the scores >= bound; fewer where there are not so many.
+
+    Counts how many scores reach a guess. Every other guess interpolates, as if the logarithm of the count were linear;
+    the next halves the interval of bit patterns, so that no distribution takes more than 64; and some try the next
+    larger score, which ends the search among many equal ones. Random scores take about 10.
     """
-    held = _load_scores(line, tl.arange(0, BLOCK), n)
-    smallest, largest, reached = _bounds(line, held, n, BLOCK, HELD)  # ``reached`` scores are at or above low
-    low = _to_key(smallest)
-    high = _to_key(largest) + 1
+    if bound == float("-inf"):
+        bound = _smallest(score)
+    low = _to_key(bound)
+    high = _to_key(tl.max(tl.max(tl.max(score, axis=2), axis=1), axis=0)) + 1
+    reached = _count(score >= bound)  # scores at or above low
     beyond = 0  # scores at or above high
+    aim = _log2(0.5 * (least + most) + 0.25)
     guess = 0
-    while (reached > K) & (high - low > 1):
-        gap = high - low
-        share = (reached - K + 0.5) / (reached - beyond)
-        step = tl.where(guess % 2 == 0, (gap.to(tl.float32) * share).to(tl.uint32), gap >> 1)
-        middle = low + tl.minimum(tl.maximum(step, 1), gap - 1)
-        count = _count(line, held, _to_score(middle), n, BLOCK, HELD, False)
-        enough = count >= K
+    while (reached > most) & (high - low > 1):
+        middle = low + ((high - low) >> 1)
+        if guess % 8 == 7:
+            low = _to_key(_smallest(tl.where(score >= _to_score(low), score, float("nan"))))
+            middle = low + 1
+        elif guess % 2 == 0:
+            share = (_log2(reached) - aim) / (_log2(reached) - _log2(tl.maximum(beyond, 0.5)))
+            middle = _to_key(_to_score(low) + (_to_score(high) - _to_score(low)) * share)
+        middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
+        count = _count(score >= _to_score(middle))
+        enough = count >= least
         low = tl.where(enough, middle, low)
         reached = tl.where(enough, count, reached)
         high = tl.where(enough, high, middle)
         beyond = tl.where(enough, beyond, count)
         guess += 1
-    threshold = _to_score(low)
-    return threshold, K - _count(line, held, threshold, n, BLOCK, HELD, True)
+    sure = _to_score(low)
+    last = 0
+    if reached > most:  # too many are equal to the threshold
+        sure = _to_score(low + 1)
+        last = end
+        first = 0
+        right = end
+        ties = reached - beyond
+        while ties != least - beyond:
+            last = (first + right) // 2
+            ties = _count((score == _to_score(low)) & (position < last))
+            few = ties < least - beyond
+            first = tl.where(few, last, first)
+            right = tl.where(few, right, last)
+    return sure, _to_score(low), last
 
 
 @triton.jit
-def _places(score, threshold, ties, above, equal):
-    """(taken, place, above, equal): which scores of a block are taken and where to, in the order of their lanes.
+def _places(taken, first):
+    """(a place for each that is taken, from ``first`` on and in no order of positions; the end of these places).
 
-    ``above`` and ``equal`` count the scores above and at the threshold, before and then with this block.
+    Sums along the second and third axis stay in registers.
     """
-    is_above = score > threshold
-    is_equal = score == threshold
-    both = is_above.to(tl.int32) | (is_equal.to(tl.int32) << 16)  # one prefix sum counts both
-    before = tl.cumsum(both, axis=0) - both
-    total = tl.sum(both, axis=0)
-    equal_before = equal + (before >> 16)
-    taken = is_above | (is_equal & (equal_before < ties))
-    place = above + (before & 0xFFFF) + tl.minimum(equal_before, ties)
-    return taken, place, above + (total & 0xFFFF), equal + (total >> 16)
+    one = taken.to(tl.int32)
+    column = tl.sum(one, axis=1, keep_dims=True)
+    total = tl.sum(tl.sum(column, axis=2), axis=1)
+    before = first + tl.cumsum(total, axis=0) - total
+    place = before[:, None, None] + (tl.cumsum(column, axis=2) - column - 1) + tl.cumsum(one, axis=1)
+    return place, first + tl.sum(total, axis=0)
 
 
-@triton.jit(do_not_specialize=["columns", "K", "segment"])
-def _shortlist(
-    scores,  # [rows, 64 W]
-    visible,
-    list_scores,  # [rows, segments, K]
-    list_positions,
-    columns,
-    K,
-    segment,
-    scores_row,
-    BLOCK: tl.constexpr,
-    WRITE: tl.constexpr,
-):
-    """One program a row and segment of it: the segment's K best scores and their positions, NaN where it has fewer."""
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.minimum(tl.load(visible + row), columns)
-    if n <= K:
-        return
-    first = tl.program_id(1) * segment
-    n = tl.maximum(tl.minimum(n - first, segment), 0)
-    line = scores + row * scores_row + first
-    mine = (row * tl.num_programs(1) + tl.program_id(1)) * K
-    threshold, ties = _threshold(line, n, K, BLOCK, True)
-    above = 0
-    equal = 0
-    for start in range(0, n, WRITE):
-        lane = start + tl.arange(0, WRITE)
-        score = _load_scores(line, lane, n)
-        taken, place, above, equal = _places(score, threshold, ties, above, equal)
-        tl.store(list_scores + mine + place, score, mask=taken)
-        tl.store(list_positions + mine + place, first + lane, mask=taken)
-    for start in range(0, K, WRITE):
-        lane = start + tl.arange(0, WRITE)
-        missing = (lane >= above + tl.minimum(equal, ties)) & (lane < K)
-        tl.store(list_scores + mine + lane, tl.full([WRITE], float("nan"), tl.float32), mask=missing)
-
-
-@triton.jit(do_not_specialize=["columns", "candidates", "pages", "K"])
+@triton.jit(do_not_specialize=["columns", "pages", "K"])
 def _select(
-    scores,  # [rows, candidates]
-    positions,  # of the candidates, if SHORTLISTED; else they are the row's keys in order
+    scores,  # [rows, 64 W]
+    maxima,  # [rows, at least 64 W / GROUP], if BLOCK
+    groups,  # int32, the memory of maxima
     page_table,
     req_of_row,
     visible,
     topk_out,  # [rows, K]
     columns,
-    candidates,
     pages,
     K,
     table_row,
     scores_row,
+    maxima_row,
     out_row,
-    BLOCK: tl.constexpr,
-    WRITE: tl.constexpr,
-    HELD: tl.constexpr,
-    SHORTLISTED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,  # maxima of a row; 0 where TILE has all of its scores
+    TILE: tl.constexpr,  # scores of the groups that are left
+    WIDTH: tl.constexpr,
+    LOAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One program a row: the positions of its K best keys, lowest first among equal scores, then their slots."""
+    """One program a row: K groups by their maxima if it has more, then the K best scores of these groups."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.minimum(tl.load(visible + row), columns)
-    out = topk_out + row * out_row
-    written = 0
-    if n > K:
-        line = scores + row * scores_row
-        if SHORTLISTED:
-            n = candidates
-        threshold, ties = _threshold(line, n, K, BLOCK, HELD)
-        above = 0
-        equal = 0
-        for start in range(0, n, WRITE):
-            lane = start + tl.arange(0, WRITE)
-            taken, place, above, equal = _places(_load_scores(line, lane, n), threshold, ties, above, equal)
-            position = lane
-            if SHORTLISTED:
-                position = tl.load(positions + row * scores_row + lane, mask=taken, other=0)
-            tl.store(out + place, position, mask=taken)
-        written = above + tl.minimum(equal, ties)  # less than K where fewer scores are numbers
-        n = written
-    tl.debug_barrier()  # positions that other threads wrote are read back
     table = page_table + tl.load(req_of_row + row).to(tl.int64) * table_row
-    for start in range(0, K, WRITE):
-        lane = start + tl.arange(0, WRITE)
-        position = tl.where(lane < written, tl.load(out + lane, mask=lane < written, other=0), lane)
-        slot = paged_slots(table, position, lane < n, pages)
-        tl.store(out + lane, slot.to(tl.int32), mask=lane < K)
+    out = topk_out + row * out_row
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # until the scores are written
+    if n <= K:
+        for start in range(0, K, WIDTH):
+            lane = start + tl.arange(0, WIDTH)
+            tl.store(out + lane, paged_slots(table, lane, lane < n, pages).to(tl.int32), mask=lane < K)
+        return
+
+    inside = tl.arange(0, LOAD)[None, None, :]
+    quad = _index(TILE // LOAD, WIDTH // LOAD)  # each LOAD neighbouring scores of a group
+    count = tl.cdiv(n, GROUP)
+    group = quad // (GROUP // LOAD)
+    good = group < count
+    bound = float("-inf")
+    if BLOCK:  # noqa: SIM102 (decided when compiled)
+        if count > TILE // GROUP:
+            lane = _index(BLOCK // LOAD, WIDTH // LOAD)[:, :, None] * LOAD + inside
+            # read to a multiple of 16, within the row's memory, so that LOAD of them are loaded together
+            best = tl.load(maxima + row * maxima_row + lane, mask=lane < tl.cdiv(count, 16) * 16, other=float("nan"))
+            # the window may end inside the last group
+            tail = (count - 1) * GROUP + tl.arange(0, GROUP)
+            tail = tl.load(scores + row * scores_row + tail, mask=tail < n, other=float("nan"))
+            best = tl.where(lane < count - 1, best, tl.where(lane == count - 1, tl.max(tail, axis=0), float("nan")))
+            sure, bound, last = _threshold(best, lane, count, bound, K, TILE // GROUP)
+            chosen = groups + row * maxima_row
+            tl.debug_barrier()  # all maxima are in registers: their memory takes the groups
+            place, count = _places(best >= sure, 0)
+            tl.store(chosen + place, lane, mask=best >= sure)
+            if last > 0:
+                ties = (best == bound) & (lane < last)
+                place, count = _places(ties, count)
+                tl.store(chosen + place, lane, mask=ties)
+            tl.debug_barrier()
+            good = group < count
+            group = tl.load(chosen + group, mask=good, other=0)
+
+    first = group * GROUP + quad % (GROUP // LOAD) * LOAD
+    slot = paged_slots(table, first, good, pages).to(tl.int32)
+    position = first[:, :, None] + inside
+    score = tl.load(scores + row * scores_row + position, mask=good[:, :, None], other=float("nan"))
+    score = tl.where(position < n, score, float("nan"))
+    sure, threshold, last = _threshold(score, position, n, bound, K, K)
+    slot = slot[:, :, None] + inside
+    place, count = _places(score >= sure, 0)
+    tl.store(out + place, slot, mask=score >= sure)
+    if last > 0:
+        ties = (score == threshold) & (position < last)
+        place, count = _places(ties, count)
+        tl.store(out + place, slot, mask=ties)
+    for start in range(0, K, WIDTH):
+        lane = start + tl.arange(0, WIDTH)
+        tl.store(out + lane, tl.full([WIDTH], -1, tl.int32), mask=(lane >= count) & (lane < K))
 
 
-class Segments(NamedTuple):
-    """How long rows are cut, so that each part stays in the registers of one program: ``number`` parts of ``size``."""
-
-    number: int
-    size: int
-
-    @staticmethod
-    def of(columns: int, K: int) -> "Segments":
-        """So many that they have about as many scores each as they leave candidates together, which takes least time;
-        one where cutting would leave more than half of the keys."""
-        balanced = 1 << max(0, math.isqrt(columns // K).bit_length() - 1)
-        number = max(triton.cdiv(columns, HELD_SCORES), min(balanced, columns // SHORT_SEGMENT))
-        if number <= 1 or 2 * number * K > columns:
-            return Segments(1, columns)
-        return Segments(number, triton.cdiv(columns, number))
-
-    def row_bytes(self, columns: int, K: int) -> int:
-        """Scratch of a row: its scores, and scores and positions of its candidates."""
-        return 4 * columns + (8 * self.number * K if self.number > 1 else 0)
+def group_size(columns: int, K: int, prefill: bool) -> int:
+    """How many scores share a maximum; 0 where a row is not narrowed down, because it is short or K is large."""
+    if columns <= (DIRECT_SCORES_PREFILL if prefill else DIRECT_SCORES):
+        return 0
+    group = next((g for g in GROUPS if columns // g <= NARROWED_MAXIMA), GROUPS[-1])
+    return group if group * triton.next_power_of_2(K) < columns else 0
 
 
-def _launch(size: int) -> tuple[dict[str, int], bool]:
-    """(tiles and warps of a program that selects among ``size`` scores, do they stay in registers): 32 a thread."""
-    block = min(HELD_SCORES, max(1024, triton.next_power_of_2(size)))
-    warps = max(4, min(32, block // 1024))
-    return {"BLOCK": block, "WRITE": min(block, warps * 32 * WRITE_PER_THREAD), "num_warps": warps}, size <= block
+def maxima_of(columns: int, group: int) -> int:
+    """Maxima of a row in scratch, padded to whole loads."""
+    return triton.cdiv(columns, 16 * group) * 16 if group else 0
 
 
-def write_slots(scores, page_table, req_of_row, visible, topk_out, pages: int, segments: Segments) -> None:
-    """Writes ``topk_out`` [rows, K] whole, from scores [rows, 64 W] of which a row's first ``visible`` are read."""
+def write_slots(scores, maxima, page_table, req_of_row, visible, topk_out, pages: int, group: int, early: bool) -> None:
+    """Writes ``topk_out`` [rows, K] whole, from scores [rows, 64 W] and, unless ``group`` is 0, the maxima of groups.
+
+    Of a row, only the scores of its first ``visible`` keys are used. Overwrites ``maxima``. With ``early`` the launch
+    does not wait for the end of the kernel before, which must be the one that writes the scores.
+    """
     rows, K = topk_out.shape
-    columns = candidates = page_table.shape[1] * PAGE
-    positions = scores
-    if segments.number > 1:
-        candidates = segments.number * K
-        all_scores, scores = scores, scores.new_empty(rows, candidates)
-        positions = torch.empty(rows, candidates, dtype=torch.int32, device=scores.device)
-        launch, _ = _launch(segments.size)
-        _shortlist[(rows, segments.number)](
-            all_scores, visible, scores, positions, columns, K, segments.size, all_scores.stride(0), **launch
-        )
-    launch, held = _launch(candidates)
+    columns = page_table.shape[1] * PAGE
+    tile = triton.next_power_of_2(columns)
+    block = 0
+    if group:
+        block = triton.next_power_of_2(columns // group)
+        tile = max(SMALLEST_TILE, group * triton.next_power_of_2(K))
+    warps = max(4, min(32, max(block, tile) // (32 * SCORES_PER_THREAD)))
     _select[(rows,)](
         scores,
-        positions,
+        maxima,
+        maxima.view(torch.int32),
         page_table,
         req_of_row,
         visible,
         topk_out,
         columns,
-        candidates,
         pages,
         K,
         page_table.stride(0),
         scores.stride(0),
+        maxima.stride(0),
         topk_out.stride(0),
-        HELD=held,
-        SHORTLISTED=segments.number > 1,
-        **launch,
+        GROUP=group or LOAD,
+        BLOCK=block,
+        TILE=tile,
+        WIDTH=min(LOAD * 32 * warps, tile, block or tile),
+        LOAD=LOAD,
+        EARLY=early,
+        num_warps=warps,
+        **({"launch_pdl": True} if early else {}),
     )

@@ -275,15 +275,21 @@ def test_fault_f1_the_result_does_not_depend_on_the_budget(backend):
         assert torch.equal(run(backend, q, weights, pool, rows, 32, deterministic=True, budget=budget), large)
 
 
-@pytest.mark.parametrize("K", [16, 33, 100])
-def test_rows_longer_than_registers(backend, K, monkeypatch):
-    """Rows of 512 keys where 128 fit: shortlists that fit, shortlists that do not, and a row that no list shortens."""
-    if backend.provider == "triton":
-        from compiled_dsa.custom_ops.kernels import select
+def narrow_rows_of(columns, monkeypatch):
+    """Longer ones are narrowed down, in tiles that suit tests."""
+    from compiled_dsa.custom_ops.kernels import select
 
-        monkeypatch.setattr(select, "HELD_SCORES", 128)
-        monkeypatch.setattr(select, "SHORT_SEGMENT", 128)
-    values = torch.randn(4, 512, device=backend.device).relu()  # half of them tie
+    for name in ("DIRECT_SCORES", "DIRECT_SCORES_PREFILL", "NARROWED_MAXIMA"):
+        monkeypatch.setattr(select, name, columns)
+    monkeypatch.setattr(select, "SMALLEST_TILE", 64)
+
+
+@pytest.mark.parametrize("K", [16, 33, 100])
+def test_long_rows_are_narrowed_down(backend, K, monkeypatch):
+    """Scores, maxima and selection together: rows of 512 keys, half of the scores equal, one with many NaN."""
+    if backend.provider == "triton":
+        narrow_rows_of(128, monkeypatch)
+    values = torch.randn(4, 512, device=backend.device).relu()
     values[1, 100:500] = torch.nan
     pool, table = scored_pool(values, 4, 8)
     requests = torch.arange(4, dtype=torch.int32, device=backend.device)
@@ -294,6 +300,56 @@ def test_rows_longer_than_registers(backend, K, monkeypatch):
         order = row.nan_to_num(-1.0).sort(descending=True, stable=True).indices[: min(K, n)]
         want = order[~row[order].isnan()] if n > K else torch.arange(n, device=row.device)
         assert torch.equal(positions(chosen[t], table[t]), want.sort().values)
+
+
+@pytest.mark.parametrize("extend", [[2, 1], [9, 8]])
+def test_prefill_of_long_rows(backend, extend, monkeypatch):
+    """Few and many rows a request take different loops over the keys; both leave maxima."""
+    if backend.provider == "triton":
+        narrow_rows_of(128, monkeypatch)
+    rows, pages = prefill_batch(extend, [300, 201], backend.device)
+    pool = random_index_pool(pages, 32, FP8, backend.device)
+    q, weights = queries(sum(extend), 16, 32, FP8, backend.device)
+    chosen = run(backend, q, weights, pool, rows, 24)
+    check_topk(chosen, rows[2], *index_scores_oracle(q, weights, pool, *rows))
+
+
+def test_budget_of_scores_alone(backend, monkeypatch):
+    """A budget that holds no maxima beside the scores of a row: the row is not narrowed down."""
+    if backend.provider == "triton":
+        narrow_rows_of(128, monkeypatch)
+    rows, pages = prefill_batch([2, 1], [300, 201], backend.device)
+    pool = random_index_pool(pages, 32, FP8, backend.device)
+    q, weights = queries(3, 16, 32, FP8, backend.device)
+    row_bytes = 4 * PAGE * rows[0].shape[1]
+    large = run(backend, q, weights, pool, rows, 24, deterministic=True)
+    small = run(backend, q, weights, pool, rows, 24, deterministic=True, budget=row_bytes)
+    assert torch.equal(small.sort().values, large.sort().values)
+
+
+@pytest.mark.gpu
+def test_long_rows_in_a_graph():
+    """Replays with other lengths equal direct calls, bit for bit and in the same order; scratch is reused."""
+    rows, pages = batch([1, 1, 1], 1024, "cuda")
+    pool = random_index_pool(pages, 128, FP8, "cuda")
+    q, weights = queries(3, 64, 128, FP8, "cuda")
+    out = poisoned(3, 2048, dtype=torch.int32, device="cuda")
+
+    def step():
+        torch.ops.compiled_dsa.index_topk_decode(q, weights, pool, *rows, out, True)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for lengths in ([65536, 5000, 2048], [2049, 40000, 0], [64001, 16385, 65535]):
+        rows[2].copy_(torch.tensor(lengths, dtype=torch.int32))
+        out.fill_(123456789)
+        graph.replay()
+        replayed = out.clone()
+        step()
+        assert torch.equal(replayed, out)
+        check_topk(out, rows[2], *index_scores_oracle(q, weights, pool, *rows))
 
 
 @pytest.mark.gpu
