@@ -7,6 +7,7 @@ Importing this package registers ``torch.ops.compiled_dsa.*``. It imports torch 
 if __name__ != "compiled_dsa.custom_ops":
     raise ImportError(f"import compiled_dsa.custom_ops, not {__name__!r}: this folder is part of compiled_dsa")
 
+from compiled_dsa.custom_ops.batch_metadata import BATCH_METADATA
 from compiled_dsa.custom_ops.index_topk import INDEX_TOPK_DECODE, INDEX_TOPK_PREFILL
 from compiled_dsa.custom_ops.mla_prefill import MLA_PREFILL
 from compiled_dsa.custom_ops.registry import OPS, Op, split_ops
@@ -15,6 +16,7 @@ from compiled_dsa.custom_ops.store_index_keys import STORE_INDEX_KEYS
 from compiled_dsa.custom_ops.store_latents import STORE_LATENTS
 
 __all__ = [
+    "BATCH_METADATA",
     "INDEX_TOPK_DECODE",
     "INDEX_TOPK_PREFILL",
     "MLA_PREFILL",

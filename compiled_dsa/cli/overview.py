@@ -41,7 +41,9 @@ def sample_arguments(op: str, pool_dtype: torch.dtype, device: torch.device) -> 
     select = (index_q, fp32(T, HI), index_pool, page_table, req_of_row, one, topk, False)
     attend = (latent_pool, topk, one, page_table, req_of_row)
     kv_b, scale, sinks = bf16(H, N + V, L), (N + R) ** -0.5, None
+    filled = int32(T), int64(T), int32(T), int32(T), int32(2), int32(1)
     return {
+        "batch_metadata": (one, one, page_table, None, *filled),
         "store_latents": (latent_pool, bf16(T, L), bf16(T, R), int64(T)),
         "store_index_keys": (index_pool, bf16(T, D), int64(T), False),
         "index_topk_decode": select,

@@ -19,6 +19,10 @@ def arguments(name: str, T: int, device, fp8: bool, topk: bool = True) -> tuple:
     requests = torch.arange(T, **integers) % 2
     visible = torch.arange(T, **integers) * 20 + 1
     slots = torch.arange(T, device=device) * 31 - 1
+    if name == "batch_metadata":
+        lengths = torch.tensor([T // 2, T - T // 2], device=device)
+        rows = visible.clone(), slots, requests, visible
+        return lengths, lengths + 70, table, lengths - 1, *rows, torch.zeros(3, **integers), torch.zeros(2, **integers)
     latent_pool = random_latent_pool(7, 128, 32, FP8 if fp8 else torch.float32, device)
     index_pool = random_index_pool(7, 32, FP8 if fp8 else torch.float32, device)
     selected = torch.stack([torch.randperm(7 * PAGE, device=device)[:24] for _ in range(T)]).int() if T else None
@@ -48,6 +52,7 @@ def test_fault_h2_ops_return_nothing_and_mutate_what_they_write(name):
     assert not schema.returns
     mutated = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     writes = {"store_latents": ["pool"], "store_index_keys": ["pool"], "sparse_mla_decode": ["out", "lse"]}
+    writes["batch_metadata"] = ["positions", "slots", "req_of_row", "visible", "q_start", "kv_out"]
     assert mutated == writes.get(name, ["out" if name == "mla_prefill" else "topk_out"])
 
 
@@ -66,7 +71,9 @@ def test_what_was_asked_for_is_never_replaced(name):
         double[8], double[10] = args[8], args[10]
     if name == "mla_prefill":
         double[9] = args[9]
-    with pytest.raises(ValueError, match=r"triton: .* has dtype torch.float64; it must be torch.float32 or"):
+    if name == "batch_metadata":  # integers only; kernels refuse its page table when columns are not dense
+        double[2] = args[2].t().contiguous().t()
+    with pytest.raises(ValueError, match=r"triton: .* has (dtype torch.float64; it must be torch.float32 or|strides)"):
         OPS[name].overload(*double, provider="triton")
 
 
