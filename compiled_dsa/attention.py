@@ -58,7 +58,7 @@ class SparseAttention(nn.Module):
         c = self.dsa_config = config
         self.q_a_proj = nn.Linear(c.hidden_size, c.q_lora_rank, bias=c.attention_bias, **kw)
         self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.latent_norm_eps, **kw)
-        if c.output_gate:
+        if c.output_gate == "query":
             out_features = c.num_heads * (c.qk_head_dim + c.v_head_dim)
             self.q_gate_proj = nn.Linear(2 * c.q_lora_rank, out_features, bias=False, **kw)
         else:
@@ -68,6 +68,10 @@ class SparseAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.latent_norm_eps, **kw)
         kv_features = c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
         self.kv_b_proj = nn.Linear(c.kv_lora_rank, kv_features, bias=False, **kw)
+        if c.output_gate == "value":
+            self.gate_proj = nn.Linear(c.hidden_size, c.num_heads * c.v_head_dim, bias=False, **kw)
+        if c.sinks:
+            self.sinks = nn.Parameter(torch.zeros(c.num_heads, device=device, dtype=torch.float32))
         self.o_proj = nn.Linear(c.num_heads * c.v_head_dim, c.hidden_size, bias=c.attention_bias, **kw)
         self.indexer = None if c.index_shared else Indexer(c, **kw)
 
@@ -76,19 +80,22 @@ class SparseAttention(nn.Module):
         c = self.dsa_config
         q_compressed = self.q_a_proj(x)
         q_lora = self.q_a_layernorm(q_compressed)
-        if c.output_gate:
+        if c.output_gate == "query":
             q_gate = self.q_gate_proj(torch.cat([q_lora, q_compressed], dim=-1))
             q, gate = q_gate.unflatten(-1, (-1, c.qk_head_dim + c.v_head_dim)).split([c.qk_head_dim, c.v_head_dim], -1)
         else:
             q, gate = self.q_b_proj(q_lora).unflatten(-1, (-1, c.qk_head_dim)), None  # [T, H, N+R]
+        if c.output_gate == "value":
+            gate = self.gate_proj(x).unflatten(-1, (-1, c.v_head_dim))
         q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         latents, k_rope = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        pairs = {"interleaved": c.rope_interleaved, "deinterleave": deinterleave}
         return Projections(
             q_lora=q_lora,
             q_nope=q_nope,
-            q_rope=rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1), interleaved=True, deinterleave=deinterleave),
+            q_rope=rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1), **pairs),
             latents=self.kv_a_layernorm(latents),
-            k_rope=rotate(k_rope, cos, sin, interleaved=True, deinterleave=deinterleave),
+            k_rope=rotate(k_rope, cos, sin, **pairs),
             gate=gate,
         )
 
@@ -98,19 +105,21 @@ class SparseAttention(nn.Module):
         T, H, N = p.q_nope.shape
         kv_b = self.kv_b_proj.weight.view(H, N + c.v_head_dim, c.kv_lora_rank)
         count = batch.visible if topk is None else batch.visible.clamp(max=topk.shape[1])
+        sinks = self.sinks.float() if c.sinks else None
         where = (latent_pool, topk, count, batch.page_table, batch.req_of_row)
         if batch.kind == DECODE:
             # absorb and un-absorb as batched GEMMs over heads; the op takes the [H, T, L] layout through strides
             q_latent = torch.bmm(p.q_nope.transpose(0, 1), kv_b[:, :N]).transpose(0, 1)  # [T, H, L]
             o = torch.empty(H, T, c.kv_lora_rank, dtype=q_latent.dtype, device=q_latent.device).transpose(0, 1)
             lse = torch.empty(T, H, dtype=torch.float32, device=q_latent.device)
-            sparse_mla_decode(q_latent, p.q_rope, *where, c.scale, None, o, lse)
+            sparse_mla_decode(q_latent, p.q_rope, *where, c.scale, sinks, o, lse)
             out = torch.bmm(o.transpose(0, 1), kv_b[:, N:].transpose(1, 2)).transpose(0, 1)  # [T, H, V]
         else:
             out = torch.empty(T, H, c.v_head_dim, dtype=p.q_nope.dtype, device=p.q_nope.device)
-            mla_prefill(p.q_nope, p.q_rope, *where, kv_b, c.scale, None, out, c.scratch_bytes)
+            mla_prefill(p.q_nope, p.q_rope, *where, kv_b, c.scale, sinks, out, c.scratch_bytes)
         if p.gate is not None:
-            out = (out * torch.sigmoid(p.gate.float())).to(out.dtype)
+            gate = p.gate.float() if c.output_gate == "query" else p.gate  # as Hugging Face rounds
+            out = (out * torch.sigmoid(gate)).to(out.dtype)
         return self.o_proj(out.flatten(1))
 
     def forward(

@@ -4,20 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "axk2")
+from compiled_dsa.family import model_spec
 
-# Relatives whose attention is not (yet) this one, and what differs.
-REFUSED_MODEL_TYPES = {
-    "hy_v4": "its MLA rope is half-split, its indexer rope comes last, and it has sinks and an output gate",
-    "dots3_note": "its indexed layers scale the latents and it mixes in sliding-window layers",
-    "mistral_large4": "it has no query LoRA, layers without rope, and latents shared between layers",
-    "glm5_next": "it selects pooled blocks of keys, not tokens",
-    "qwen4_exp": "it selects mean-pooled blocks of keys for grouped-query attention",
-    "deepseek_v4": "it attends compressed key-value entries, not MLA latents",
-    "minimax_m3_vl": "it selects blocks of 128 keys for grouped-query attention",
-    "longcat_flash": "it is dense MLA without an indexer",
-    "step3p7": "it has no indexer",
-}
+OUTPUT_GATES = (None, "query", "value")
 
 
 @dataclass(frozen=True)
@@ -44,10 +33,13 @@ class DSAConfig:
 
     Attributes:
         scale: multiplies q.k, yarn's mscale^2 included.
+        rope_interleaved: layout of the rope of queries and latents; pairs as in ``IndexFormat``.
         index_shared: the layer has no indexer and takes the selection of the last layer that has one.
-        output_gate: axk2's queries come from ``q_gate_proj`` together with a sigmoid gate on the output.
-        latent_norm_eps: eps of the q_lora and latent RMS norms; Hugging Face has 1e-6 here for every model,
-            whatever ``rms_norm_eps`` says.
+        output_gate: what the sigmoid that multiplies the attention's output [T, H, V] is taken of. "query": a [T, H, V]
+            that ``q_gate_proj`` makes beside the queries (axk2); "value": ``gate_proj(x)`` [T, H, V] (hy_v4);
+            None: no gate.
+        sinks: each head has one more logit ``sinks`` [H] in its softmax, which takes weight and gives no value.
+        latent_norm_eps: eps of the q_lora and latent RMS norms.
         index_k_norm: "layer" (LayerNorm with weight and bias) or "rms".
         deterministic: top-k prefers the lowest position among equal scores and replays bitwise.
         scratch_bytes: bound on the temporary memory of each prefill op.
@@ -65,8 +57,10 @@ class DSAConfig:
     index_topk: int
     index_format: IndexFormat
     scale: float
+    rope_interleaved: bool = True
     index_shared: bool = False
-    output_gate: bool = False
+    output_gate: str | None = None
+    sinks: bool = False
     attention_bias: bool = False
     latent_norm_eps: float = 1e-6
     index_k_norm: str = "layer"
@@ -77,6 +71,10 @@ class DSAConfig:
     def __post_init__(self):
         if self.index_k_norm not in ("layer", "rms"):
             raise ValueError(f"index_k_norm={self.index_k_norm!r}; it must be 'layer' or 'rms'")
+        if self.output_gate not in OUTPUT_GATES:
+            raise ValueError(
+                f"output_gate={self.output_gate!r}; it must be one of {', '.join(map(repr, OUTPUT_GATES))}"
+            )
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim={self.qk_rope_head_dim}; it must be even")
         if self.index_head_dim < self.qk_rope_head_dim:
@@ -91,23 +89,16 @@ class DSAConfig:
 
     @classmethod
     def from_hf(cls, config: Any, layer_idx: int = 0) -> "DSAConfig":
-        """Reads layer ``layer_idx`` of a Hugging Face config (deepseek_v32, glm_moe_dsa, axk2).
+        """Reads layer ``layer_idx`` of a Hugging Face config; family.py lists the models.
 
-        The layout of the indexer's rope comes from ``model_type``: Hugging Face hard-codes it per class and ignores an
+        What is no size comes from ``model_type``: Hugging Face hard-codes it per class and ignores, for example, an
         ``indexer_rope_interleave`` in the config, and so does this.
 
         Raises:
             ValueError: an unsupported model_type, a layer index out of range, a first layer without an indexer, or
                 tokens that are always selected.
         """
-        model_type = getattr(config, "model_type", None)
-        if model_type not in SUPPORTED_MODEL_TYPES:
-            why = REFUSED_MODEL_TYPES.get(
-                str(model_type), "it is not a model with a lightning indexer over MLA latents"
-            )
-            raise ValueError(
-                f"model_type={model_type!r} is not supported: {why}; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
-            )
+        spec = model_spec(config)
         if not 0 <= layer_idx < config.num_hidden_layers:
             raise ValueError(f"layer_idx={layer_idx}; the model has layers 0 to {config.num_hidden_layers - 1}")
         for name in ("index_init_tokens", "index_local_tokens"):
@@ -126,12 +117,15 @@ class DSAConfig:
             index_n_heads=config.index_n_heads,
             index_head_dim=config.index_head_dim,
             index_topk=config.index_topk,
-            index_format=IndexFormat(rope_interleaved=model_type == "glm_moe_dsa"),
+            index_format=IndexFormat(spec.index_rope_interleaved, rope_last=spec.index_rope_last),
             scale=softmax_scale(config),
+            rope_interleaved=spec.rope_interleaved,
             index_shared=_is_shared(config, layer_idx),
-            output_gate=model_type == "axk2",
+            output_gate=spec.output_gate,
+            sinks=spec.sinks,
             attention_bias=config.attention_bias,
             index_k_norm=getattr(config, "index_k_norm_type", None) or "layer",
+            **dict.fromkeys(spec.config_eps, config.rms_norm_eps),
         )
 
 

@@ -50,7 +50,9 @@ class Indexer(nn.Module):
         ``deinterleave``: rope values in the order in which Hugging Face caches them (rope.py); as for queries.
         """
         k = self.wk(x)
-        return self._encode(self._norm_fp32(k) if fp8 else self.k_norm(k), cos, sin, deinterleave)
+        # hy_v4 keeps this norm in fp32 and computes it there
+        k = self._norm_fp32(k) if fp8 else self.k_norm(k.to(self.k_norm.weight.dtype)).to(x.dtype)
+        return self._encode(k, cos, sin, deinterleave)
 
     def make_queries(
         self, x: Tensor, q_lora: Tensor, cos: Tensor, sin: Tensor, *, fp8: bool, deinterleave: bool = False

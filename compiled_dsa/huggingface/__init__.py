@@ -14,7 +14,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from compiled_dsa.config import SUPPORTED_MODEL_TYPES, DSAConfig
+from compiled_dsa.config import DSAConfig
+from compiled_dsa.family import model_spec
 from compiled_dsa.huggingface import masks
 from compiled_dsa.huggingface.attention import AttentionStats, DSAAttentionMixin, convert
 from compiled_dsa.huggingface.cache import PagedCache
@@ -22,14 +23,6 @@ from compiled_dsa.huggingface.cache import PagedCache
 __all__ = ["AttentionStats", "PagedCache", "replace_attention"]
 
 OLDEST, NEWEST = (5, 17), (5, 23)  # releases of transformers whose calls of attention modules are known
-
-# model_type -> (name of its attention class, whether its decoder layers pass the selection on)
-_ATTENTION = {
-    "deepseek_v32": ("DeepseekV32Attention", False),
-    "glm_moe_dsa": ("GlmMoeDsaAttention", True),
-    "axk2": ("AXK2Attention", False),
-}
-assert tuple(_ATTENTION) == SUPPORTED_MODEL_TYPES
 
 
 def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
@@ -44,8 +37,8 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
     that shares this config object needs a copy of it, made before.
 
     Raises:
-        ValueError: the model is none of deepseek_v32, glm_moe_dsa, axk2 (the message says why), or the release of
-            transformers is not one of 5.17 to 5.23. The model is unchanged.
+        ValueError: the model is none of those in family.py (the message says why), or the release of transformers is
+            not one of 5.17 to 5.23. The model is unchanged.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}; it must be a transformers PreTrainedModel")
@@ -59,17 +52,17 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
     DSAConfig.from_hf(config)
     if hasattr(model, "dsa_stats"):
         return model
-    name, returns_topk = _ATTENTION[config.model_type]
-    modules = [m for m in model.modules() if type(m).__name__ == name]
+    spec = model_spec(config)
+    modules = [m for m in model.modules() if type(m).__name__ == spec.attention]
     converted = [m for m in model.modules() if isinstance(m, DSAAttentionMixin)]  # of a part replaced before
     if not modules and not converted:
-        raise ValueError(f"model has no {name}; replace_attention takes the whole model or its base model")
+        raise ValueError(f"model has no {spec.attention}; replace_attention takes the whole model or its base model")
     for module in modules:  # all read before any is changed
         DSAConfig.from_hf(config, module.layer_idx)
     masks.register()
     model.dsa_stats = converted[0].dsa_stats if converted else AttentionStats()
     for module in modules:
-        convert(module, config, returns_topk, model.dsa_stats)
+        convert(module, config, spec.passes_selection, model.dsa_stats)
     model.set_attn_implementation(masks.IMPLEMENTATION)
     model.register_forward_pre_hook(_begin_forward, with_kwargs=True)
     return model

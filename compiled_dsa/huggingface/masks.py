@@ -66,7 +66,8 @@ def square_mask(columns_real: Tensor | None, batch_size: int, first_column, q_le
 def selected_attention(module, query, key, value, attention_mask, indices=None, **kwargs):
     """Attention function for transformers, used by HF's own forward: the mask ANDed with the indexer's choice.
 
-    It returns attention weights (the module's eager attention) when the caller asked for them, else it is sdpa.
+    It is sdpa, or the module's eager attention for what sdpa lacks: attention weights, when the caller asked for them,
+    and sinks (``s_aux``).
     """
     if indices is not None:
         chosen = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
@@ -75,7 +76,7 @@ def selected_attention(module, query, key, value, attention_mask, indices=None, 
             attention_mask = chosen if attention_mask is None else attention_mask & chosen
         else:
             attention_mask = attention_mask.masked_fill(~chosen, torch.finfo(query.dtype).min)
-    if not wants_weights(module, kwargs):
+    if not wants_weights(module, kwargs) and kwargs.get("s_aux") is None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         additive = torch.zeros_like(attention_mask, dtype=query.dtype)

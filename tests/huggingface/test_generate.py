@@ -11,6 +11,7 @@ from tests.huggingface.tiny_models import (
     CACHES,
     INDEX_TOPK,
     MODEL_TYPES,
+    RELATIVES,
     left_padding,
     make_pair,
     prompt,
@@ -25,19 +26,19 @@ every_cache = pytest.mark.parametrize("cache", CACHES)
 
 @every_cache
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
-def test_greedy(pair, cache, padded):
+def test_greedy(any_pair, cache, padded):
     ids = prompt(2, 24)
     mask = left_padding(2, 24) if padded else torch.ones_like(ids)
-    want = pair.stock.generate(ids, attention_mask=mask, **GREEDY)
-    got = pair.ours.generate(ids, attention_mask=mask, **GREEDY, **pair.cache(cache, 2, 32))
+    want = any_pair.stock.generate(ids, attention_mask=mask, **GREEDY)
+    got = any_pair.ours.generate(ids, attention_mask=mask, **GREEDY, **any_pair.cache(cache, 2, 32))
     assert torch.equal(got, want)
 
 
 @every_cache
-def test_crossing_topk_while_decoding(pair, cache):
+def test_crossing_topk_while_decoding(any_pair, cache):
     ids = prompt(2, INDEX_TOPK - 4)
-    want = pair.stock.generate(ids, **GREEDY)
-    assert torch.equal(pair.ours.generate(ids, **GREEDY, **pair.cache(cache, 2, 32)), want)
+    want = any_pair.stock.generate(ids, **GREEDY)
+    assert torch.equal(any_pair.ours.generate(ids, **GREEDY, **any_pair.cache(cache, 2, 32)), want)
 
 
 @every_cache
@@ -53,12 +54,12 @@ def test_sampling_with_the_same_seed(pair, cache):
 
 @every_cache
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
-def test_beams(pair, cache, padded):
+def test_beams(any_pair, cache, padded):
     ids = prompt(2, 24)
     mask = left_padding(2, 24) if padded else torch.ones_like(ids)
     options = {**GREEDY, "num_beams": 3, "attention_mask": mask}
-    want = pair.stock.generate(ids, **options)
-    assert torch.equal(pair.ours.generate(ids, **options, **pair.cache(cache, 6, 32)), want)
+    want = any_pair.stock.generate(ids, **options)
+    assert torch.equal(any_pair.ours.generate(ids, **options, **any_pair.cache(cache, 6, 32)), want)
 
 
 def test_beams_reorder_pages_beyond_the_first(pair):
@@ -100,30 +101,32 @@ def test_assistant_model(pair, cache, assistant):
 
 @pytest.mark.parametrize("cache", ["paged", "dynamic", "static"])
 @pytest.mark.parametrize("chunk", [7, 20])
-def test_chunked_prefill(pair, cache, chunk):
+def test_chunked_prefill(any_pair, cache, chunk):
     ids = prompt(2, 40)
     mask = left_padding(2, 40)
-    want = pair.stock.generate(ids, attention_mask=mask, **GREEDY)
-    got = pair.ours.generate(ids, attention_mask=mask, prefill_chunk_size=chunk, **GREEDY, **pair.cache(cache, 2, 64))
+    want = any_pair.stock.generate(ids, attention_mask=mask, **GREEDY)
+    got = any_pair.ours.generate(
+        ids, attention_mask=mask, prefill_chunk_size=chunk, **GREEDY, **any_pair.cache(cache, 2, 64)
+    )
     assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
-def test_continuing_a_cache(pair, padded):
+def test_continuing_a_cache(any_pair, padded):
     """A second generate() over the whole conversation reads the first one's keys from the cache."""
     ids, more = prompt(2, 20), prompt(2, 6, seed=2)
     mask = left_padding(2, 20) if padded else torch.ones_like(ids)
-    cache = PagedCache(pair.config, 2, 64)
-    first = pair.ours.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    cache = PagedCache(any_pair.config, 2, 64)
+    first = any_pair.ours.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
     held = cache.get_seq_length()
     assert held == first.shape[1] - 1  # the last token was not fed back
     ids = torch.cat([first, more], dim=1)
     mask = torch.cat([mask, torch.ones(2, ids.shape[1] - mask.shape[1], dtype=mask.dtype)], dim=1)
-    want = pair.stock.generate(ids, attention_mask=mask, **GREEDY)
-    before = pair.ours.dsa_stats.calls
-    assert torch.equal(pair.ours.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY), want)
+    want = any_pair.stock.generate(ids, attention_mask=mask, **GREEDY)
+    before = any_pair.ours.dsa_stats.calls
+    assert torch.equal(any_pair.ours.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY), want)
     assert cache.get_seq_length() == ids.shape[1] + NEW - 1
-    assert pair.ours.dsa_stats.calls - before == 3 * NEW
+    assert any_pair.ours.dsa_stats.calls - before == 3 * NEW
 
 
 @pytest.mark.parametrize("cache", ["paged", "static"])
@@ -154,7 +157,7 @@ def test_fewer_rows_than_the_cache_has_and_reset(pair):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES + RELATIVES)
 def test_other_dtypes_are_as_exact_as_the_stock_model(model_type, dtype):
     pair = make_pair(model_type, dtype, first_k_dense_replace=3)  # transformers' grouped experts have no fp64
     exact = copy.deepcopy(pair.stock).double()
@@ -213,6 +216,7 @@ def test_compiled_by_generate(model_type, cache):
         ("model.forward", "axk2", "paged"),
         ("model.forward", "glm_moe_dsa", "static"),
         ("model.forward", "glm_moe_dsa", "dynamic"),
+        ("model.forward", "hy_v4", "paged"),
     ],
 )
 def test_compiled_whole(how, model_type, cache):

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from compiled_dsa import Indexer, SparseAttention, huggingface
 from compiled_dsa.huggingface import PagedCache, replace_attention
@@ -48,14 +48,28 @@ def test_parameters_stay_the_same_objects(pairs):
             assert id(parameter) == before[name][0] and torch.equal(parameter, before[name][1])
 
 
-def test_checkpoints_are_those_of_the_stock_model(fresh_pair, tmp_path):
-    fresh_pair.ours.save_pretrained(tmp_path)
-    loaded = type(fresh_pair.stock).from_pretrained(tmp_path)
-    stock = fresh_pair.stock.state_dict()
+def test_checkpoints_are_those_of_the_stock_model(any_fresh_pair, tmp_path):
+    any_fresh_pair.ours.save_pretrained(tmp_path)
+    loaded = type(any_fresh_pair.stock).from_pretrained(tmp_path)
+    stock = any_fresh_pair.stock.state_dict()
     assert loaded.state_dict().keys() == stock.keys()
     assert all(torch.equal(value, stock[name]) for name, value in loaded.state_dict().items())
-    same_logits(loaded, fresh_pair.stock)
-    same_logits(replace_attention(loaded), fresh_pair.ours)
+    same_logits(loaded, any_fresh_pair.stock)
+    same_logits(replace_attention(loaded), any_fresh_pair.ours)
+
+
+def test_parameters_that_stay_in_fp32(tmp_path):
+    """hy_v4 keeps sinks, the norm of index keys and the index weights in fp32 whatever the model's dtype."""
+    tiny_model("hy_v4", index_topk=64).save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    attention = stock.model.layers[0].self_attn
+    kept = attention.sinks, attention.indexer.k_norm.weight, attention.indexer.weights_proj.weight
+    assert {p.dtype for p in kept} == {torch.float32} and attention.q_b_proj.weight.dtype == torch.bfloat16
+    ours = replace_attention(copy.deepcopy(stock))
+    options = {"do_sample": False, "max_new_tokens": 6}
+    want = stock.generate(prompt(2, 24), **options)
+    assert torch.equal(ours.generate(prompt(2, 24), **options), want)
+    assert torch.equal(ours.generate(prompt(2, 24), past_key_values=PagedCache(ours.config, 2, 32), **options), want)
 
 
 def test_the_saved_config_names_no_attention_of_ours(fresh_pair, tmp_path):

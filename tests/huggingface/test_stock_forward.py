@@ -31,19 +31,19 @@ def assert_same_gradients(stock: nn.Module, ours: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
-def test_training_step(fresh_pair, masked):
+def test_training_step(any_fresh_pair, masked):
     ids = prompt(2, 24)
     mask = left_padding(2, 24) if masked else None
     losses = []
-    for model in (fresh_pair.stock, fresh_pair.ours):
+    for model in (any_fresh_pair.stock, any_fresh_pair.ours):
         model.train()
         loss = loss_of(model, ids, attention_mask=mask)
         loss.backward()
         losses.append(loss.detach())
     torch.testing.assert_close(*losses, **CLOSE)
-    assert_same_gradients(fresh_pair.stock, fresh_pair.ours)
-    assert fresh_pair.ours.dsa_stats.stock_calls == {"gradients": 3}
-    assert fresh_pair.ours.dsa_stats.calls == 0
+    assert_same_gradients(any_fresh_pair.stock, any_fresh_pair.ours)
+    assert any_fresh_pair.ours.dsa_stats.stock_calls == {"gradients": 3}
+    assert any_fresh_pair.ours.dsa_stats.calls == 0
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -165,21 +165,21 @@ def test_packed_sequences_compiled():
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
-def test_attention_weights(fresh_pair, masked):
+def test_attention_weights(any_fresh_pair, masked):
     """Weights are those of the stock eager implementation, the only one of transformers that has any."""
     mask = left_padding(2, 24) if masked else None
-    stock = copy.deepcopy(fresh_pair.stock)
+    stock = copy.deepcopy(any_fresh_pair.stock)
     stock.set_attn_implementation("eager")
     with torch.no_grad():
         want = stock(prompt(2, 24), attention_mask=mask, output_attentions=True)
-        got = fresh_pair.ours(prompt(2, 24), attention_mask=mask, output_attentions=True)
+        got = any_fresh_pair.ours(prompt(2, 24), attention_mask=mask, output_attentions=True)
     assert len(got.attentions) == 3
     real = torch.ones(2, 24, dtype=torch.bool) if mask is None else mask.bool()
     for ours, theirs in zip(got.attentions, want.attentions):
         rows = real[:, None, :].expand(-1, 4, -1)  # padding queries see nothing, and give what a softmax makes of that
         torch.testing.assert_close(ours[rows], theirs[rows], **CLOSE)
     torch.testing.assert_close(got.logits[real], want.logits[real], **CLOSE)
-    assert fresh_pair.ours.dsa_stats.stock_calls == {"attentions": 3}
+    assert any_fresh_pair.ours.dsa_stats.stock_calls == {"attentions": 3}
 
 
 def test_attention_dropout(pairs):
@@ -208,24 +208,24 @@ def test_autocast(fresh_pair, use_cache):
 
 
 @holds_latents
-def test_ops_and_stock_forward_share_a_stock_cache(fresh_pair):
+def test_ops_and_stock_forward_share_a_stock_cache(any_fresh_pair):
     """Steps that ran on the ops and steps that ran the stock forward read each other's keys: same content and order."""
     ids = prompt(2, 36)
     with torch.no_grad():
-        want = fresh_pair.stock(ids, use_cache=False).logits
+        want = any_fresh_pair.stock(ids, use_cache=False).logits
         cache, got = None, []
         for first, last, weights in ((0, 20, False), (20, 26, True), (26, 27, False), (27, 30, True), (30, 36, False)):
-            out = fresh_pair.ours(ids[:, first:last], past_key_values=cache, output_attentions=weights)
+            out = any_fresh_pair.ours(ids[:, first:last], past_key_values=cache, output_attentions=weights)
             cache, _ = out.past_key_values, got.append(out.logits)
     torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-4)
-    assert fresh_pair.ours.dsa_stats.calls == 9 and fresh_pair.ours.dsa_stats.stock_calls == {"attentions": 6}
+    assert any_fresh_pair.ours.dsa_stats.calls == 9 and any_fresh_pair.ours.dsa_stats.stock_calls == {"attentions": 6}
 
 
 @holds_latents
-def test_a_stock_cache_holds_what_the_stock_model_puts_there(fresh_pair):
+def test_a_stock_cache_holds_what_the_stock_model_puts_there(any_fresh_pair):
     ids, mask = prompt(2, 24), left_padding(2, 24)
     with torch.no_grad():
-        ours, stock = (m(ids, attention_mask=mask).past_key_values for m in (fresh_pair.ours, fresh_pair.stock))
+        ours, stock = (m(ids, attention_mask=mask).past_key_values for m in (any_fresh_pair.ours, any_fresh_pair.stock))
     real = mask.bool()
     for a, b in zip(ours.layers, stock.layers):
         for mine, theirs in ((a.keys, b.keys), (a.values, b.values)):

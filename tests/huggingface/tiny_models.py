@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from compiled_dsa.huggingface import PagedCache, replace_attention
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "axk2")
+RELATIVES = ("hy_v4",)  # run through fewer tests: what differs from the models above, and that they are served at all
 INDEX_TOPK = 16
 VOCABULARY = 128
 CACHES = ("paged", "dynamic", "static", "none")
 
 
 def tiny_config(model_type: str, **changes):
-    """Config of a model of 3 layers (the first with a dense MLP); GLM's second layer shares the first's selection."""
+    """Config of a model of 3 layers (the first with a dense MLP); where selections are shared, the second layer takes
+    the first's."""
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -48,33 +50,27 @@ def tiny_config(model_type: str, **changes):
         "bos_token_id": 0,
         "pad_token_id": 0,
     }
-    if model_type == "deepseek_v32":
-        from transformers import DeepseekV32Config as Config
-    elif model_type == "glm_moe_dsa":
-        from transformers import GlmMoeDsaConfig as Config
-
-        layers = changes.get("num_hidden_layers", 3)
+    layers = changes.get("num_hidden_layers", 3)
+    if model_type in ("glm_moe_dsa", "hy_v4"):
         sizes["indexer_types"] = ["shared" if i % 3 == 1 else "full" for i in range(layers)]
-    else:
-        from transformers.models.axk2 import AXK2Config as Config
-
+    if model_type == "axk2":
         sizes["gated_norm_rank"] = 16
-    return Config(**{**sizes, **changes})
+    if model_type == "hy_v4":
+        dense = changes.pop("first_k_dense_replace", 1)
+        sizes["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(layers)]
+        del sizes["first_k_dense_replace"]
+    return AutoConfig.for_model(model_type, **{**sizes, **changes})
 
 
 def tiny_model(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes) -> PreTrainedModel:
     """A stock model for causal language modelling, in eval mode."""
-    if model_type == "deepseek_v32":
-        from transformers import DeepseekV32ForCausalLM as Model
-    elif model_type == "glm_moe_dsa":
-        from transformers import GlmMoeDsaForCausalLM as Model
-    else:
-        from transformers.models.axk2 import AXK2ForCausalLM as Model
     torch.manual_seed(seed)
-    model = Model(tiny_config(model_type, **changes)).eval()
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes)).eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.2 if "indexer" in name else 0.08)
+        elif name.endswith("sinks"):
+            nn.init.normal_(parameter)
     return model.to(dtype)
 
 

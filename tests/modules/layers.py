@@ -44,7 +44,7 @@ def stock_outputs(stock: nn.Module, x: Tensor, prev_topk: Tensor | None = None) 
     """transformers' layer over one whole sequence x [n, hidden]: (outputs [n, hidden], selection or None)."""
     n = x.shape[0]
     embedding = [torch.cat([a, a], -1).unsqueeze(0) for a in angles(torch.arange(n), stock.qk_rope_head_dim, x.dtype)]
-    mask = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
+    mask = torch.full((1, 1, n, n), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)  # additive: eager takes no other
     more = {} if prev_topk is None else {"prev_topk_indices": prev_topk}
     with torch.no_grad():
         out, *rest = stock(x.unsqueeze(0), embedding, mask, **more)

@@ -11,7 +11,7 @@ from compiled_dsa.batch import DECODE, PREFILL
 from compiled_dsa.custom_ops.layout import FP8
 from compiled_dsa.graphs.compile_stats import CompileStats, counting_backend
 from compiled_dsa.graphs.torch_compat import compile_whole
-from tests.huggingface.tiny_models import INDEX_TOPK, MODEL_TYPES
+from tests.huggingface.tiny_models import INDEX_TOPK, MODEL_TYPES, RELATIVES
 from tests.modules.layers import Serving, our_layer, stock_layer, stock_outputs, tiny_dsa_config
 
 LENGTHS = (150, 70, 33)
@@ -38,7 +38,7 @@ def steps_of_all_kinds() -> list[tuple[list[int], dict]]:
     ]
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES + RELATIVES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("padding", [0, 3])
 def test_every_kind_of_step(model_type, dtype, padding):
@@ -54,7 +54,7 @@ def test_every_kind_of_step(model_type, dtype, padding):
     assert serving.held == list(LENGTHS)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES + RELATIVES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_state_dicts_load_strictly_both_ways(model_type, bias):
     stock = stock_layer(model_type, torch.float32, attention_bias=bias)
@@ -327,6 +327,16 @@ def test_axk2_gate_is_applied():
     gate.data.copy_(closed)
     layer.load_state_dict(stock.state_dict())
     assert (outputs_over(layer, x) - half).norm() > 0.1 * half.norm()
+
+
+def test_hy_v4_gate_and_sinks_are_applied():
+    stock = stock_layer("hy_v4", torch.float64)
+    layer, x = our_layer(stock), requests(torch.float64)[0]
+    whole = outputs_over(layer, x)
+    for name, neutral in (("sinks", -1e4), ("gate_proj.weight", 0.0)):  # no weight taken; sigmoid(0) = 1/2
+        other = our_layer(stock)
+        other.get_parameter(name).data.fill_(neutral)
+        assert (outputs_over(other, x) - whole).norm() > 0.1 * whole.norm()
 
 
 def test_layers_are_made_from_any_config():

@@ -7,7 +7,7 @@ import torch
 from transformers import DeepseekV4Config, LlamaConfig, LongcatFlashConfig
 
 from compiled_dsa import DSAConfig, IndexFormat
-from tests.huggingface.tiny_models import MODEL_TYPES, tiny_config, tiny_model
+from tests.huggingface.tiny_models import MODEL_TYPES, RELATIVES, tiny_config, tiny_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0,
         "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}  # fmt: skip
@@ -28,7 +28,7 @@ def test_sizes_come_from_the_config(model_type):
 
 @pytest.mark.parametrize(
     ("model_type", "interleaved", "gate"),
-    [("deepseek_v32", False, False), ("glm_moe_dsa", True, False), ("axk2", False, True)],
+    [("deepseek_v32", False, None), ("glm_moe_dsa", True, None), ("axk2", False, "query")],
 )
 def test_variants_come_from_the_model_type(model_type, interleaved, gate):
     hf = tiny_config(model_type)
@@ -40,7 +40,13 @@ def test_variants_come_from_the_model_type(model_type, interleaved, gate):
     assert config.index_k_norm == "layer"
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_variants_of_hy_v4():
+    config = DSAConfig.from_hf(tiny_config("hy_v4"))
+    assert config.index_format == IndexFormat(rope_interleaved=False, rope_last=True)
+    assert not config.rope_interleaved and config.sinks and config.output_gate == "value"
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES + RELATIVES)
 def test_eps_and_scale_are_those_of_the_stock_module(model_type):
     model = tiny_model(model_type, rms_norm_eps=1e-5, rope_parameters=YARN)
     attention = model.model.layers[0].self_attn
@@ -107,6 +113,7 @@ def test_layers_out_of_range(layer):
     ("change", "message"),
     [
         ({"index_k_norm": "batch"}, "index_k_norm='batch'; it must be 'layer' or 'rms'"),
+        ({"output_gate": "key"}, r"output_gate='key'; it must be one of \(None, 'query'"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim=7; it must be even"),
         ({"index_head_dim": 6}, "index_head_dim=6 is smaller than the rope's 8"),
         ({"index_head_dim": 24, "index_format": IndexFormat(True, hadamard=True)}, "24; .* needs a power of two"),
