@@ -1,6 +1,21 @@
-"""One description of a step for every kind of batch: prefill, chunked prefill, decode, mixed, verify, idle.
+"""One description of a step for every kind of batch: prefill, chunked prefill, decode, mixed, verify, drafting, idle.
 
 Legend: T query tokens (rows) of the step, B requests, maxP pages of a page table.
+
+| step                                      | made by                                                             |
+|-------------------------------------------|---------------------------------------------------------------------|
+| prefill, also in chunks or after a prefix | ``from_lengths``, kv_len = prefix + chunk                           |
+| mixed                                     | ``from_lengths``, the decoding requests with one row each           |
+| decode                                    | ``decode``                                                          |
+| verify of n tokens a request              | ``decode(tokens=n)``                                                |
+| draft-extend after a verify               | ``decode(tokens=n, accepted=...)`` with the lengths of the verify   |
+| k tokens of a draft model, one by one     | ``steps(k)`` of the batch before, or ``advance()`` k times          |
+| nothing (a rank without work)             | ``from_lengths`` with B = 0 or T = 0, ``idle``                      |
+
+All of these are padded alike. A caller with buffers of its own gives ``from_lengths`` more rows than there are tokens,
+and lengths of 0 for requests that are absent. A caller of a compiled model pads nothing: the model's runner makes
+``Batch.idle`` of a bucket's size once, captures with it, and before each replay copies the batch into its first rows
+and requests and resets the rest (steps.py). ``accepted`` is spent when the batch is made, so it needs no buffer there.
 """
 
 from dataclasses import dataclass
@@ -8,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compiled_dsa.custom_ops.batch_metadata import batch_metadata
 from compiled_dsa.custom_ops.layout import logical_slots
 
 DECODE = "decode"
@@ -20,7 +36,7 @@ class Batch:
     """Where the rows of a step stand and what they may see. All tensors lie on the device; nothing is synchronised.
 
     Attributes:
-        positions: int32 [T], position of each row in its request.
+        positions: int32 [T], position of each row in its request; 0 for padding rows.
         slots: int64 [T], physical slot where the row's keys go; -1 for padding rows.
         req_of_row: int32 [T], request of each row, in [0, B).
         visible: int32 [T], the row sees positions [0, visible) of its request; 0 for padding rows.
@@ -50,32 +66,72 @@ class Batch:
         page_table: Tensor,
         num_rows: int,
         *,
+        accepted: Tensor | None = None,
         kind: str = PREFILL,
         skip_scores: bool = False,
     ) -> "Batch":
-        """Rows of the requests one after another, then padding rows.
+        """Rows of the requests one after another, then padding rows. One launch on a GPU.
 
         Args:
-            q_len: integer [B], rows of each request in this step.
-            kv_len: integer [B], keys of each request after this step. Rows that would stand before position 0
+            q_len: int32 or int64 [B], rows of each request in this step.
+            kv_len: int32 or int64 [B], keys of each request after this step. Rows that would stand before position 0
                 (more rows than keys) are padding.
             page_table: int32 [B, maxP].
             num_rows: T >= sum(q_len), as the host knows it; with fewer, the last rows of the batch are left out.
+            accepted: int32 or int64 [B], how many of its rows count for each request; the others are padding and
+                ``kv_len`` of the batch is without them. None: all count.
 
-        Example: q_len [3, 2], kv_len [10, 4] gives visible [8, 9, 10, 3, 4].
+        Example: q_len [3, 2], kv_len [10, 4] gives visible [8, 9, 10, 3, 4]; accepted [1, 2] in addition
+        gives visible [8, 0, 0, 3, 4] and kv_len [8, 4].
         """
         _check_lengths(q_len, kv_len, page_table, num_rows, kind)
-        B, device = q_len.shape[0], q_len.device
-        if B == 0:  # one request without rows, so that padding rows have a request to belong to
-            q_len, kv_len = q_len.new_zeros(1), kv_len.new_zeros(1)
+        if q_len.shape[0] == 0:  # one request without rows, so that padding rows have a request to belong to
+            q_len, kv_len, accepted = q_len.new_zeros(1), kv_len.new_zeros(1), None
             page_table = page_table.new_full((1, page_table.shape[1]), -1)
-            B = 1
-        q_len, kv_len = q_len.long(), kv_len.long()
-        q_start = torch.nn.functional.pad(q_len.cumsum(0), (1, 0))
-        rows = torch.arange(num_rows, device=device)
-        request = torch.searchsorted(q_start[1:], rows, right=True).clamp(max=B - 1)
-        positions = rows - q_start[request] + (kv_len - q_len)[request]
-        return cls._assemble(positions, request, rows < q_start[-1], q_start, kv_len, page_table, kind, skip_scores)
+        q_len, kv_len = q_len.contiguous(), kv_len.contiguous()
+        accepted = None if accepted is None else accepted.contiguous()
+        B, device = q_len.shape[0], q_len.device
+
+        def empty(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        rows = empty(num_rows), empty(num_rows, torch.int64), empty(num_rows), empty(num_rows)
+        requests = empty(B + 1), empty(B)
+        batch_metadata(q_len, kv_len, page_table, accepted, *rows, *requests)
+        return cls(*rows, *requests, page_table, kind, skip_scores)
+
+    @classmethod
+    def decode(
+        cls,
+        kv_len: Tensor,
+        page_table: Tensor,
+        tokens: int = 1,
+        *,
+        accepted: Tensor | None = None,
+        skip_scores: bool = False,
+    ) -> "Batch":
+        """The same number of rows for every request: decode, verify, draft-extend. T = B * tokens.
+
+        Args:
+            kv_len: int32 or int64 [B], keys of each request after this step; 0 for a request that is padding.
+            page_table: int32 [B, maxP].
+            tokens: rows a request; up to MAX_DECODE_TOKENS the batch is decode-shaped.
+            accepted: int32 or int64 [B], how many of its rows count for each request; None: all.
+
+        Raises:
+            ValueError: ``tokens`` below 1, or a shape or dtype as in ``from_lengths``.
+        """
+        if tokens < 1:
+            raise ValueError(f"tokens={tokens}; every request has at least one row")
+        return cls.from_lengths(
+            torch.full_like(kv_len, tokens),
+            kv_len,
+            page_table,
+            kv_len.shape[0] * tokens,
+            accepted=accepted,
+            kind=DECODE if tokens <= MAX_DECODE_TOKENS else PREFILL,
+            skip_scores=skip_scores,
+        )
 
     @classmethod
     def from_grid(
@@ -102,8 +158,19 @@ class Batch:
             kv_len = past.long() + real.sum(1)
         q_start = torch.arange(B + 1, device=device) * num_new
         kind = DECODE if num_new <= MAX_DECODE_TOKENS else PREFILL
-        flat = [x.reshape(-1) for x in (positions, request, real)]
-        return cls._assemble(flat[0], flat[1], flat[2], q_start, kv_len, page_table, kind, skip_scores)
+        position, request, real = (x.reshape(-1) for x in (positions, request, real & (positions >= 0)))
+        position = torch.where(real, position, 0)
+        return cls(
+            positions=position.int(),
+            slots=torch.where(real, logical_slots(page_table, request, position), -1),
+            req_of_row=request.int(),
+            visible=torch.where(real, position + 1, 0).int(),
+            q_start=q_start.int(),
+            kv_len=kv_len.int(),
+            page_table=page_table,
+            kind=kind,
+            skip_scores=skip_scores,
+        )
 
     @classmethod
     def idle(
@@ -130,21 +197,72 @@ class Batch:
             skip_scores=skip_scores,
         )
 
-    @classmethod
-    def _assemble(cls, positions, request, real, q_start, kv_len, page_table, kind, skip_scores) -> "Batch":
-        real = real & (positions >= 0)
-        positions = positions.clamp(min=0)
-        return cls(
-            positions=positions.int(),
-            slots=torch.where(real, logical_slots(page_table, request, positions), -1),
-            req_of_row=request.int(),
-            visible=torch.where(real, positions + 1, 0).int(),
-            q_start=q_start.int(),
-            kv_len=kv_len.int(),
-            page_table=page_table,
-            kind=kind,
-            skip_scores=skip_scores,
+    def last_rows(self, accepted: Tensor | None = None) -> Tensor:
+        """int64 [B]: row of the last token of each request, as for its logits or its selection.
+
+        Args:
+            accepted: int32 or int64 [B], how many of its rows count for each request; None: all of the step. A batch
+                that was made with ``accepted`` does not keep it, so it is given here again.
+
+        A request without such a row gets some row of the batch, whose values mean nothing for it; T is at least 1.
+        """
+        last = self.q_start[:-1] + self._kept(accepted) - 1
+        return last.clamp(0, self.positions.shape[0] - 1).long()
+
+    def advance(self, accepted: Tensor | None = None, *, skip_scores: bool = False) -> "Batch":
+        """The batch of the next token of every request: ``steps`` with one step."""
+        return self.steps(1, accepted, skip_scores=skip_scores)[0]
+
+    def steps(self, k: int, accepted: Tensor | None = None, *, skip_scores: bool = False) -> list["Batch"]:
+        """The batches of the next k steps of one token a request, made at once; nothing is synchronised.
+
+        A draft model runs them one after another; row b of each is request b. The pages of these tokens are in the
+        page table already; a token without a page has slot -1 and its keys are lost. Requests without keys (padding)
+        stay padding.
+
+        Args:
+            accepted: int32 or int64 [B], how many of its rows of this step count for each request, for a batch that
+                was made without (a verify step of the target); None: the k tokens follow ``kv_len``.
+            skip_scores: of the new batches. The flag of this batch says nothing of longer requests.
+
+        Raises:
+            ValueError: ``k`` below 1, or ``accepted`` is not [B].
+        """
+        if k < 1:
+            raise ValueError(f"k={k}; it must be at least 1")
+        held, B = self.kv_len, self.kv_len.shape[0]
+        if accepted is not None:
+            held = (held - self.q_start.diff() + self._kept(accepted)).clamp(min=0)
+        ahead = Batch.decode(torch.where(held > 0, held + k, 0), self.page_table, k)
+        positions, slots, visible = (
+            rows.view(B, k).t().contiguous() for rows in (ahead.positions, ahead.slots, ahead.visible)
         )
+        q_start = torch.arange(B + 1, dtype=torch.int32, device=held.device)
+        return [
+            Batch(
+                positions=positions[step],
+                slots=slots[step],
+                req_of_row=q_start[:B],
+                visible=visible[step],
+                q_start=q_start,
+                kv_len=visible[step],  # one row a request, the last one
+                page_table=self.page_table,
+                kind=DECODE,
+                skip_scores=skip_scores,
+            )
+            for step in range(k)
+        ]
+
+    def _kept(self, accepted: Tensor | None) -> Tensor:
+        """int32 [B]: rows of each request that count."""
+        q_len = self.q_start.diff()
+        if accepted is None:
+            return q_len
+        if accepted.shape != q_len.shape or accepted.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"accepted is {accepted.dtype} {tuple(accepted.shape)}; it must be int32 or int64 [{q_len.shape[0]}]"
+            )
+        return accepted.int().clamp(min=0).minimum(q_len)
 
 
 def _check_grid(real: Tensor | None, past: Tensor, page_table: Tensor, num_new: int) -> None:
