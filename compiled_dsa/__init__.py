@@ -6,11 +6,12 @@ kernel provider is imported when an op first runs with it.
 
 from compiled_dsa.attention import SparseAttention
 from compiled_dsa.batch import Batch
-from compiled_dsa.cache import LayerPools, OutOfPagesError, PagePool
+from compiled_dsa.cache import LayerPools, PagePool
 from compiled_dsa.compile import compile_model
 from compiled_dsa.config import DSAConfig, IndexFormat
 from compiled_dsa.graphs.warm_start import load_compiled, save_compiled
 from compiled_dsa.indexer import Indexer
+from compiled_dsa.pages import OutOfPagesError, PoolStats, page_keys
 
 __all__ = [
     "Batch",
@@ -20,8 +21,10 @@ __all__ = [
     "LayerPools",
     "OutOfPagesError",
     "PagePool",
+    "PoolStats",
     "SparseAttention",
     "compile_model",
     "load_compiled",
+    "page_keys",
     "save_compiled",
 ]

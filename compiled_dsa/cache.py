@@ -1,16 +1,16 @@
 """Page pools of latents and index keys, and the pages that requests hold in them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from compiled_dsa.config import DSAConfig
-from compiled_dsa.custom_ops.layout import FP8, PAGE, index_pool_shape, latent_pool_shape
+from compiled_dsa.custom_ops.layout import FP8, PAGE, index_pool_shape, latent_pool_shape, split_index_pool
+from compiled_dsa.pages import PageLedger
 
-
-class OutOfPagesError(RuntimeError):
-    """The pool has fewer free pages than a request needs; nothing was changed."""
+_COPIED_AT_ONCE = 256  # pages; bounds the scratch of a move: 19 MB for bf16 latents of 576 elements
 
 
 @dataclass
@@ -38,6 +38,13 @@ class LayerPools:
     def tensors(self) -> list[Tensor]:
         return [self.latents] if self.index_keys is None else [self.latents, self.index_keys]
 
+    def token_tensors(self) -> list[Tensor]:
+        """Views [P, 64, ...] that together hold every byte of a token: latents, index keys (fp8: codes and scales)."""
+        if self.index_keys is None:
+            return [self.latents]
+        keys, scales = split_index_pool(self.index_keys)
+        return [self.latents, keys] if scales is None else [self.latents, keys.view(torch.uint8), scales]
+
 
 def check_cache_dtype(name: str, dtype: torch.dtype) -> None:
     """Raises ValueError unless a pool may have this dtype."""
@@ -51,8 +58,12 @@ def supports_fp8(device: torch.device | str) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-class PagePool:
-    """Pools of all layers, a page table shared by them, and a free list on the host.
+class PagePool(PageLedger):
+    """Pools of all layers, a page table shared by them, and the books of pages on the host.
+
+    A loop calls, for each request of a step, ``reserve``; then it makes the ``Batch`` and runs the step; then ``crop``
+    takes rejected drafts back. ``fork``, ``keep`` and ``adopt`` share pages between requests, ``free`` ends a request.
+    Work on the device goes to the current stream, and no tensor ever gets another address.
 
     Args:
         configs: one ``DSAConfig`` a layer.
@@ -77,77 +88,72 @@ class PagePool:
         index_dtype: torch.dtype,
         device: torch.device | str,
     ):
-        for name, value in (("num_pages", num_pages), ("max_requests", max_requests), ("max_len", max_len)):
-            if value < 1:
-                raise ValueError(f"{name}={value}; it must be at least 1")
-        if num_pages * PAGE > torch.iinfo(torch.int32).max:
-            raise ValueError(f"num_pages={num_pages}; physical slots are int32, so at most {2**31 // PAGE - 1} pages")
+        super().__init__(num_pages, max_requests, max_len)
         check_cache_dtype("latent_dtype", latent_dtype)
         check_cache_dtype("index_dtype", index_dtype)
-        self.max_len = max_len
         self.layers = [LayerPools.allocate(c, num_pages, latent_dtype, index_dtype, device) for c in configs]
         self.page_table = torch.full((max_requests, -(-max_len // PAGE)), -1, dtype=torch.int32, device=device)
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._held: list[list[int]] = [[] for _ in range(max_requests)]
+        self.page_bytes = sum(pool[0].nbytes for layer in self.layers for pool in layer.tensors())
 
-    @property
-    def free_pages(self) -> int:
-        return len(self._free)
+    def move_tokens(
+        self, requests: int | Sequence[int], from_positions: Sequence[int], to_positions: Sequence[int]
+    ) -> None:
+        """Moves tokens inside their requests, all at once, as after the verification of a tree of drafts.
 
-    def pages_of(self, request: int) -> tuple[int, ...]:
-        """The pages that a request holds, in order."""
-        return tuple(self._held[self._checked(request)])
+        What stood at ``to_positions`` is lost; what stood at ``from_positions`` stays there unless it is overwritten.
+        Rope is not applied anew: a draft's position is that of its depth in the tree, wherever it was stored.
 
-    def reserve(self, request: int, kv_len: int) -> None:
-        """Gives ``request`` pages for its first ``kv_len`` tokens; pages that it holds stay.
+        Args:
+            requests: the request of all positions, or one request a position.
+            from_positions, to_positions: positions below what ``reserve`` was last called with.
 
         Raises:
-            ValueError: no such request, or ``kv_len`` outside [0, max_len].
-            OutOfPagesError: too few free pages.
+            ValueError: lengths differ, no such request or token, a token is overwritten twice, or one is in a page that
+                is shared or kept.
         """
-        held = self._held[self._checked(request)]
-        if not 0 <= kv_len <= self.max_len:
-            raise ValueError(f"kv_len={kv_len}; it must be between 0 and max_len={self.max_len}")
-        missing = -(-kv_len // PAGE) - len(held)
-        if missing > len(self._free):
-            raise OutOfPagesError(f"request {request} needs {missing} more pages for {kv_len} tokens; "
-                                  f"{len(self._free)} are free")  # fmt: skip
-        if missing > 0:
-            held.extend(self._free.pop() for _ in range(missing))
-            self._publish(request)
-
-    def crop(self, request: int, kv_len: int) -> None:
-        """Keeps the pages of the first ``kv_len`` tokens of ``request`` and frees its others."""
-        held = self._held[self._checked(request)]
-        if not 0 <= kv_len <= self.max_len:
-            raise ValueError(f"kv_len={kv_len}; it must be between 0 and max_len={self.max_len}")
-        kept = -(-kv_len // PAGE)
-        if kept < len(held):
-            self._free.extend(reversed(held[kept:]))
-            del held[kept:]
-            self._publish(request)
-
-    def free(self, request: int) -> None:
-        """Takes all pages of ``request`` back."""
-        self.crop(request, 0)
+        if isinstance(requests, int):
+            requests = [requests] * len(from_positions)
+        if not len(requests) == len(from_positions) == len(to_positions):
+            raise ValueError(
+                f"{len(requests)} requests, {len(from_positions)} from_positions and {len(to_positions)} to_positions; "
+                "it must be as many"
+            )
+        sources = [self._place("from_positions", *token) for token in zip(requests, from_positions)]
+        targets = [self._place("to_positions", *token) for token in zip(requests, to_positions)]
+        if len(set(targets)) < len(targets):
+            raise ValueError(f"to_positions={list(to_positions)}; it must not name a token twice")
+        for request, position, (page, _) in zip(requests, to_positions, targets):
+            if not self._own(page):
+                raise ValueError(f"to_positions: token {position} of request {request} is in a page shared or kept")
+        if not sources:
+            return
+        device = self.page_table.device
+        (from_page, from_offset), (to_page, to_offset) = torch.tensor([sources, targets], device=device).mT
+        for layer in self.layers:
+            for tensor in layer.token_tensors():
+                tensor[to_page, to_offset] = tensor[from_page, from_offset]
 
     def reorder(self, sources: Tensor, num_pages: int) -> None:
         """Request b becomes a copy of request ``sources[b]``, in place, for the first ``num_pages`` pages of each.
 
-        Addresses, page table and free list stay as they are, so this is what a beam search needs between replays of a
-        graph. What a source does not hold is not copied.
+        Page table and free list stay as they are, so this is what a beam search needs between replays of a graph. What
+        a source does not hold is not copied.
 
         Args:
             sources: integer tensor [n] on the device, n <= max_requests; not read by the host.
             num_pages: at most the pages that each of the requests 0 to n-1 holds.
 
         Raises:
-            ValueError: a request to be overwritten holds fewer pages; nothing was changed.
+            ValueError: a request to be overwritten holds fewer pages, or one that is shared or kept; nothing was
+                changed.
         """
         n = sources.shape[0]
         for request in range(n):
-            if len(self.pages_of(request)) < num_pages:
-                raise ValueError(f"num_pages={num_pages}; request {request} holds {len(self.pages_of(request))} pages")
+            pages = self.pages_of(request)[:num_pages]
+            if len(pages) < num_pages:
+                raise ValueError(f"num_pages={num_pages}; request {request} holds {len(pages)} pages")
+            if (self._shared or self._key_of) and not all(map(self._own, pages)):
+                raise ValueError(f"num_pages={num_pages}; a page of request {request} is shared or kept")
         to = self.page_table[:n, :num_pages].long()
         source_pages = self.page_table[sources, :num_pages].long()
         source_pages = torch.where(source_pages < 0, to, source_pages)
@@ -171,12 +177,29 @@ class PagePool:
     def signature(self) -> tuple:
         return tuple((pool.shape, pool.dtype, pool.device) for layer in self.layers for pool in layer.tensors())
 
-    def _checked(self, request: int) -> int:
-        if not 0 <= request < len(self._held):
-            raise ValueError(f"request={request}; the pool has requests 0 to {len(self._held) - 1}")
-        return request
+    # ---- what the books ask for -------------------------------------------------------------------------------------
 
-    def _publish(self, request: int) -> None:
-        row = torch.full((self.page_table.shape[1],), -1, dtype=torch.int32)
-        row[: len(self._held[request])] = torch.tensor(self._held[request], dtype=torch.int32)
-        self.page_table[request].copy_(row)
+    def _copy_pages(self, from_pages: Sequence[int], to_pages: Sequence[int]) -> None:
+        places = torch.tensor([from_pages, to_pages], device=self.page_table.device)
+        for source, target in places.split(_COPIED_AT_ONCE, 1):
+            for layer in self.layers:
+                for pool in layer.tensors():
+                    pool[target] = pool[source]
+
+    def _publish(self, requests: Sequence[int]) -> None:
+        rows = torch.full((len(requests), self.page_table.shape[1]), -1, dtype=torch.int32)
+        for row, request in zip(rows, requests):
+            pages = self.pages_of(request)
+            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        if len(requests) == 1:  # what a decode step does: one transfer
+            self.page_table[requests[0]].copy_(rows[0])
+        else:
+            device = self.page_table.device
+            self.page_table.index_copy_(0, torch.tensor(requests, device=device), rows.to(device))
+
+    def _place(self, name: str, request: int, position: int) -> tuple[int, int]:
+        """Page and offset of a token."""
+        state = self._checked(request)
+        if not 0 <= position < state.tokens:
+            raise ValueError(f"{name}: token {position}; request {request} has {state.tokens} tokens")
+        return state.pages[position // PAGE], position % PAGE

@@ -1,5 +1,7 @@
 """PagePool: pages move between requests and the free list, and a refused call changes nothing."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import settings
@@ -17,8 +19,8 @@ PAGES, REQUESTS, MAX_LEN = 9, 4, 250
 
 
 def make_pool(configs=(CONFIG,), latent_dtype=torch.float32, index_dtype=torch.float32, **sizes) -> PagePool:
-    sizes = {"num_pages": PAGES, "max_requests": REQUESTS, "max_len": MAX_LEN, **sizes}
-    return PagePool(list(configs), latent_dtype=latent_dtype, index_dtype=index_dtype, device="cpu", **sizes)
+    sizes = {"num_pages": PAGES, "max_requests": REQUESTS, "max_len": MAX_LEN, "device": "cpu", **sizes}
+    return PagePool(list(configs), latent_dtype=latent_dtype, index_dtype=index_dtype, **sizes)
 
 
 def snapshot(pool: PagePool) -> tuple:
@@ -36,7 +38,8 @@ class Pages(RuleBasedStateMachine):
 
     requests, lengths = st.integers(-1, REQUESTS), st.integers(-1, MAX_LEN + 2)
 
-    def expect(self, call, request: int, length: int, pages: int) -> None:
+    def expect(self, call: Callable[..., None], arguments: tuple[int, ...], pages: int) -> None:
+        request, length = (*arguments, 0)[:2]
         before = snapshot(self.pool)
         kept = self.pool.pages_of(request) if 0 <= request < REQUESTS else ()
         if not 0 <= request < REQUESTS:
@@ -45,29 +48,31 @@ class Pages(RuleBasedStateMachine):
             error, message = ValueError, f"kv_len={length}; it must be between 0 and max_len=250"
         elif pages - len(kept) > self.pool.free_pages:
             error, message = OutOfPagesError, f"request {request} needs {pages - len(kept)} more pages"
+        elif call == self.pool.free and not kept:
+            error, message = ValueError, f"request={request} holds no pages"
         else:
-            call()
+            call(*arguments)
             after = self.pool.pages_of(request)
             assert after[: len(kept)] == kept[: len(after)]  # pages that stay keep their order
             self.counts[request] = pages
             return
         with pytest.raises(error, match=message):
-            call()
+            call(*arguments)
         assert snapshot(self.pool) == before
 
     @rule(request=requests, length=lengths)
     def reserve(self, request, length):
         pages = max(self.counts.get(request, 0), -(-length // PAGE))
-        self.expect(lambda: self.pool.reserve(request, length), request, length, pages)
+        self.expect(self.pool.reserve, (request, length), pages)
 
     @rule(request=requests, length=lengths)
     def crop(self, request, length):
         pages = min(self.counts.get(request, 0), -(-length // PAGE))
-        self.expect(lambda: self.pool.crop(request, length), request, length, pages)
+        self.expect(self.pool.crop, (request, length), pages)
 
     @rule(request=requests)
     def free(self, request):
-        self.expect(lambda: self.pool.free(request), request, 0, 0)
+        self.expect(self.pool.free, (request,), 0)
 
     @invariant()
     def every_page_is_free_or_held_once(self):
@@ -127,6 +132,130 @@ def test_reorder_of_fewer_rows_and_of_no_page():
     pool.reorder(torch.tensor([3, 2]), 2)
     for request, source in enumerate([3, 2, 2, 3]):
         assert all(map(torch.equal, rows(pool, request, 128), before[source]))
+
+
+def numbered(pool: PagePool) -> list[torch.Tensor]:
+    """Writes the number of each token into its first bytes and into its scale, if it has one; returns all bytes."""
+    fill(pool)
+    for layer in pool.layers:
+        for tensor in layer.tensors():
+            raw = tensor.view(torch.uint8)
+            D = raw.shape[-1] // PAGE - 4
+            tokens = raw if raw.dim() == 3 else raw[:, : PAGE * D].unflatten(1, (PAGE, D))
+            numbers = torch.arange(tokens.shape[0] * PAGE, dtype=torch.int32, device=raw.device).view(-1, PAGE, 1)
+            tokens[..., :4] = numbers.view(torch.uint8)
+            if raw.dim() == 2:
+                raw.view(torch.float32)[:, -PAGE:] = numbers[..., 0].float()
+    return token_bytes(pool)
+
+
+def token_bytes(pool: PagePool) -> list[torch.Tensor]:
+    """[P, 64, bytes] of each pool."""
+    found = []
+    for layer in pool.layers:
+        for tensor in layer.tensors():
+            raw = tensor.view(torch.uint8)
+            if raw.dim() == 2:  # index keys in fp8: 64 rows of codes, then 64 scales
+                D = raw.shape[1] // PAGE - 4
+                codes, scales = raw[:, : PAGE * D].unflatten(1, (PAGE, D)), raw[:, PAGE * D :].unflatten(1, (PAGE, 4))
+                raw = torch.cat([codes, scales], 2)
+            found.append(raw.clone())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
+def test_tokens_move_with_codes_and_scales(dtype, device):
+    pool = make_pool([REAL_SIZES], dtype, dtype, device=device)
+    pool.reserve(1, 70)
+    pool.reserve(0, 192)
+    before = numbered(pool)
+    assert all(len(tokens.flatten(0, 1).unique(dim=0)) == PAGES * PAGE for tokens in before)
+    table, addresses = pool.page_table.clone(), [t.data_ptr() for t in (pool.page_table, *pool.layers[0].tensors())]
+
+    pool.move_tokens(0, [63, 64, 65], [0, 127, 128])
+    first, second, third = pool.pages_of(0)
+    expected = [tokens.clone() for tokens in before]
+    for tokens, old in zip(expected, before):
+        tokens[first, 0], tokens[second, 63], tokens[third, 0] = old[first, 63], old[second, 0], old[second, 1]
+    assert all(map(torch.equal, token_bytes(pool), expected))
+
+    pool.move_tokens([0, 1, 1], [5, 5, 6], [6, 6, 5])  # of two requests at once; the second one swaps its tokens
+    (own, _) = pool.pages_of(1)
+    for tokens, old in zip(expected, before):
+        tokens[first, 6], tokens[own, 6], tokens[own, 5] = old[first, 5], old[own, 5], old[own, 6]
+    assert all(map(torch.equal, token_bytes(pool), expected))
+    pool.move_tokens(0, [], [])
+    assert all(map(torch.equal, token_bytes(pool), expected)) and torch.equal(pool.page_table, table)
+    assert [t.data_ptr() for t in (pool.page_table, *pool.layers[0].tensors())] == addresses
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+def test_copied_pages_are_equal_to_the_last_byte_and_others_stay(dtype, device):
+    pool = make_pool([REAL_SIZES, CONFIG], dtype, dtype, device=device)
+    addresses = [t.data_ptr() for t in (pool.page_table, *pool.layers[1].tensors())]
+    pool.reserve(0, 100)
+    pool.fork(0, 1, 100)
+    expected = numbered(pool)
+    pool.reserve(1, 101)
+    assert (pool.pages_of(0), pool.pages_of(1)) == ((0, 1), (0, 2))
+    for tokens in expected:
+        tokens[2] = tokens[1]
+    assert all(map(torch.equal, token_bytes(pool), expected))
+    pool.move([0, 2], [8, 3])
+    for tokens in expected:
+        tokens[8], tokens[3] = tokens[0].clone(), tokens[2].clone()
+    assert all(map(torch.equal, token_bytes(pool), expected))
+    assert pool.page_table[:2].tolist() == [[8, 1, -1, -1], [8, 3, -1, -1]]
+    assert [t.data_ptr() for t in (pool.page_table, *pool.layers[1].tensors())] == addresses
+
+
+def test_compaction_of_more_pages_than_are_copied_at_once():
+    pool = make_pool(index_dtype=FP8, num_pages=700, max_len=400 * PAGE)
+    for request, pages in enumerate((300, 50, 300)):
+        pool.reserve(request, pages * PAGE)
+    numbered(pool)
+    before = {request: rows(pool, request, pages * PAGE) for request, pages in ((1, 50), (2, 300))}
+    pool.free(0)
+    assert pool.compact() == 300
+    assert {*pool.pages_of(1), *pool.pages_of(2)} == set(range(350))
+    assert all(map(torch.equal, rows(pool, 1, 50 * PAGE), before[1]))
+    assert all(map(torch.equal, rows(pool, 2, 300 * PAGE), before[2]))
+    pool.reserve(0, 1)
+    assert pool.pages_of(0) == (350,) and pool.compact() == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "far"),
+    [
+        ((PAGE, 576), torch.bfloat16, 58_255),
+        ((PAGE, 656), torch.uint8, 51_151),
+        ((8448,), torch.uint8, 254_201),
+    ],
+    ids=["bf16 latents", "fp8 latents", "fp8 index keys"],
+)
+def test_places_past_int32(shape, dtype, far, device):
+    """Page ``far`` is the first one to begin past 2**31 elements. On a CPU memory that is not touched stays virtual."""
+    pool = make_pool([], num_pages=far + 2, device=device)
+    big = torch.empty(far + 2, *shape, dtype=dtype, device=device)
+    assert big[far - 1].storage_offset() < 2**31 < big[far].storage_offset()
+    latents = big if big.dim() == 3 else torch.empty(far + 2, PAGE, 1, dtype=dtype, device=device)
+    pool.layers = [LayerPools(latents, None if latents is big else big)]
+    first = torch.arange(big[0].numel(), device=device).remainder(251).view(shape).to(dtype)
+    second = first.flip(0)
+    big[0], big[1] = first, second
+    pool.reserve(0, 100)
+    pool.move([0, 1], [far - 1, far + 1])
+    assert torch.equal(big[far - 1], first) and torch.equal(big[far + 1], second)
+    pool.fork(0, 1, 100)
+    pool.reserve(1, 101)  # copies the second page, to page 0
+    assert pool.pages_of(1) == (far - 1, 0) and torch.equal(big[0], second)
+    pool.free(1)
+    tokens = pool.layers[0].token_tensors()
+    expected = [t[far - 1, 5].clone() for t in tokens]
+    pool.move_tokens(0, [5], [99])
+    assert all(torch.equal(t[far + 1, 35], e) for t, e in zip(tokens, expected))
+    pool.move([far + 1], [far])
+    assert all(torch.equal(t[far, 35], e) for t, e in zip(tokens, expected))
 
 
 def test_512_pages_of_fp8_latents():
