@@ -119,7 +119,12 @@ _ARGUMENTS = (
     "Tensor q, Tensor weights, Tensor pool, Tensor page_table, Tensor req_of_row, Tensor visible, "
     "Tensor(a!) topk_out, bool deterministic"
 )
-_PROVIDERS = {"triton": "compiled_dsa.custom_ops.kernels.index_topk"}
+_PROVIDERS = {  # the libraries have not been measured yet: they run where triton refuses, or by name
+    "triton": "compiled_dsa.custom_ops.kernels.index_topk",
+    "deep_gemm": "compiled_dsa.custom_ops.providers.deep_gemm",
+    "flashinfer": "compiled_dsa.custom_ops.providers.flashinfer",
+    "torch": "compiled_dsa.custom_ops.providers.torch_topk",
+}
 
 INDEX_TOPK_DECODE = define(
     f"index_topk_decode({_ARGUMENTS})", check=check_decode, reference=reference, providers=_PROVIDERS

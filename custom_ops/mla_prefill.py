@@ -64,7 +64,10 @@ MLA_PREFILL = define(
     "Tensor req_of_row, Tensor kv_b, float scale, Tensor? sinks, Tensor(a!) out, int scratch_bytes)",
     check=check,
     reference=reference,
-    providers={"triton": "compiled_dsa.custom_ops.kernels.mla_prefill"},
+    providers={
+        "triton": "compiled_dsa.custom_ops.kernels.mla_prefill",
+        "flash_mla": "compiled_dsa.custom_ops.providers.flash_mla_prefill",
+    },
     split=True,
     rows={"q_nope": None, "q_rope": None, "topk": None, "count": None, "req_of_row": None, "out": 0},
 )

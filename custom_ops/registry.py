@@ -4,11 +4,15 @@ An op is one schema in the ``compiled_dsa`` library, one check of its arguments,
 providers: modules with ``refuses(*args) -> str | None`` and ``run(*args) -> None`` that take the op's arguments in the
 order of its schema. Which provider runs is either named by the caller (keyword ``provider=``) or the first of the op's
 ordered tuple that does not refuse; what was asked for by name is never replaced by something else.
+
+A provider whose first call builds or loads something may have a ``warmup(*args) -> None``, which ``Op.warmup`` calls;
+inside a CUDA graph capture it raises RuntimeError where that work would be left to do.
 """
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 
@@ -47,6 +51,13 @@ class Op:
     def names(self) -> tuple[str, ...]:
         return (REFERENCE, *self.providers)
 
+    def candidates(self, device: torch.device) -> tuple[str, ...]:
+        """The names tried in order where none was asked for."""
+        return (REFERENCE,) if device.type == "cpu" else tuple(self.providers)
+
+    def module(self, provider: str) -> ModuleType:
+        return importlib.import_module(self.providers[provider])
+
     def refusal(self, provider: str, *args) -> str | None:
         """Why ``provider`` cannot run these arguments, or None when it can."""
         if provider == REFERENCE:
@@ -54,28 +65,38 @@ class Op:
         if provider not in self.providers:
             return f"no such provider; {self.name} has {', '.join(self.names())}"
         try:
-            module = importlib.import_module(self.providers[provider])
+            module = self.module(provider)
         except ImportError as error:
             return f"cannot be imported: {error}"
         return module.refuses(*args)
 
-    def runner(self, provider: str | None, *args) -> Callable[..., None]:
-        """The callable that serves these arguments.
+    def choose(self, provider: str | None, *args) -> str:
+        """The name of the provider that serves these arguments.
 
         Raises:
             ValueError: the provider named refuses, or none of the ordered ones accepts; the message has the reasons.
         """
-        if provider is None:
-            candidates: Iterable[str] = (REFERENCE,) if _device(args).type == "cpu" else self.providers
-        else:
-            candidates = (provider,)
         reasons = []
-        for name in candidates:
+        for name in self.candidates(_device(args)) if provider is None else (provider,):
             reason = self.refusal(name, *args)
             if reason is None:
-                return self.reference if name == REFERENCE else importlib.import_module(self.providers[name]).run
+                return name
             reasons.append(f"{name}: {reason}")
         raise ValueError(f"{self.name}: no provider takes these arguments ({'; '.join(reasons)})")
+
+    def warmup(self, provider: str | None, *args) -> None:
+        """Does what the first call of a provider with arguments like these would do: builds, loading.
+
+        Nothing for a provider without such work. Others may run once, writing the outputs among ``args``.
+
+        Raises:
+            ValueError: as a call with these arguments.
+        """
+        self.check_all(*args)
+        name = self.choose(provider, *args)
+        if name != REFERENCE and hasattr(self.module(name), "warmup"):
+            with torch.cuda.device_of(next(a for a in args if isinstance(a, torch.Tensor))):
+                self.module(name).warmup(*args)
 
     def check_all(self, *args) -> None:
         """Raises ValueError unless the arguments share a device and keep the op's contract."""
@@ -90,7 +111,8 @@ class Op:
 
     def __call__(self, *args, provider: str | None = None) -> None:
         self.check_all(*args)
-        run = self.runner(provider, *args)
+        name = self.choose(provider, *args)
+        run = self.reference if name == REFERENCE else self.module(name).run
         device = _device(args)
         if device.type == "cpu":
             run(*args)

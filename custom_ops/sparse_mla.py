@@ -120,7 +120,10 @@ SPARSE_MLA_DECODE = define(
     "Tensor req_of_row, float scale, Tensor? sinks, Tensor(a!) out, Tensor(b!) lse)",
     check=check,
     reference=reference,
-    providers={"triton": "compiled_dsa.custom_ops.kernels.sparse_mla"},
+    providers={
+        "triton": "compiled_dsa.custom_ops.kernels.sparse_mla",
+        "flash_mla": "compiled_dsa.custom_ops.providers.flash_mla",
+    },
 )
 
 

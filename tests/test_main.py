@@ -27,8 +27,8 @@ def test_first_provider_that_does_not_refuse_serves(monkeypatch):
     op = Op("fake", check=lambda *args: None, reference=lambda *args: None, providers=providers)
     absent = "cannot be imported: No module named 'p_absent'"
     others = {"reference": None, "old": "needs capability 9.0", "last": None, "absent": absent}
-    assert overview.serving(op, (), "cuda") == ("new", others)
-    assert overview.serving(op, (), "cpu")[0] == "reference"
+    assert overview.serving(op, (), torch.device("cuda")) == ("new", others)
+    assert overview.serving(op, (), CPU)[0] == "reference"
 
 
 def test_json(capsys):
@@ -58,10 +58,21 @@ def test_text_names_every_op_version_and_reason(capsys):
             }
             for op in OPS
         ],
+        "elsewhere": {"fa3": "pages of one token"},
     }
     overview.show(report, overview.Console())
     text = capsys.readouterr().out
-    for expected in (*OPS, "2.13.0", "not installed", "H200, capability 9.0", "none", "lib", "too old"):
+    for expected in (
+        *OPS,
+        "2.13.0",
+        "not installed",
+        "H200, capability 9.0",
+        "none",
+        "lib",
+        "too old",
+        "fa3",
+        "pages of one token",
+    ):
         assert expected in text
 
 

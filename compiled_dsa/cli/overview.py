@@ -16,7 +16,7 @@ from rich.table import Table
 
 from compiled_dsa.custom_ops import OPS, Op
 from compiled_dsa.custom_ops.layout import FP8, index_pool_shape, latent_pool_shape
-from compiled_dsa.custom_ops.registry import REFERENCE
+from compiled_dsa.custom_ops.providers import ELSEWHERE
 
 # T rows, H heads, N nope dim, V value dim, L latent dim, R rope dim, HI index heads, D index head dim, K top-k, P pages
 T, H, N, V, L, R = 1, 128, 128, 128, 512, 64
@@ -53,11 +53,10 @@ def sample_arguments(op: str, pool_dtype: torch.dtype, device: torch.device) -> 
     }[op]
 
 
-def serving(op: Op, args: tuple, device_type: str) -> tuple[str | None, dict[str, str | None]]:
+def serving(op: Op, args: tuple, device: torch.device) -> tuple[str | None, dict[str, str | None]]:
     """The provider that runs ``args`` when none is named, and the others with their reasons (None: only by name)."""
     reasons = {name: op.refusal(name, *args) for name in op.names()}
-    candidates = (REFERENCE,) if device_type == "cpu" else tuple(op.providers)
-    chosen = next((name for name in candidates if reasons[name] is None), None)
+    chosen = next((name for name in op.candidates(device) if reasons[name] is None), None)
     return chosen, {name: reason for name, reason in reasons.items() if name != chosen}
 
 
@@ -78,13 +77,13 @@ def overview() -> dict:
     for op in OPS.values():
         for pool, dtype in POOL_DTYPES.items():
             for device in devices:
-                args = sample_arguments(op.name, dtype, torch.device(device["type"]))
-                provider, others = serving(op, args, device["type"])
+                where = torch.device(device["type"])
+                provider, others = serving(op, sample_arguments(op.name, dtype, where), where)
                 graph = "split" if op.split else "captured"
                 row = {"op": op.name, "graph": graph, "pool": pool, "device": device["type"]}
                 ops.append({**row, "provider": provider, "others": others})
     versions = {"python": platform.python_version(), **{name: version(name) for name in DISTRIBUTIONS}}
-    return {"versions": versions, "devices": devices, "ops": ops}
+    return {"versions": versions, "devices": devices, "ops": ops, "elsewhere": ELSEWHERE}
 
 
 def show(report: dict, console: Console) -> None:
@@ -103,7 +102,10 @@ def show(report: dict, console: Console) -> None:
     unused = Table("provider", "device", "not chosen because", "for")
     for key, ops in others.items():
         unused.add_row(*key, "\n".join(ops))
-    console.print(served, unused)
+    elsewhere = Table("names of other engines", "not available here, because")
+    for name, reason in report["elsewhere"].items():
+        elsewhere.add_row(name, reason)
+    console.print(served, unused, elsewhere)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -148,7 +148,7 @@ def _scores(
                 tl.store(group_lines + (start // GROUP + groups)[:, None], best, mask=same[None, :])
 
 
-def _write_scores(
+def write_scores(
     q, weights, pool, page_table, req_of_row, visible, scores, maxima, K: int, group: int, rows_per_request: int
 ) -> None:
     rows, HI, D = q.shape
@@ -230,5 +230,5 @@ def run(
         part = slice(start, min(start + rows_at_once, T))
         rows = (page_table, req_of_row[part], visible[part])
         if scored:
-            _write_scores(q[part], weights[part], pool, *rows, scores, maxima, K, group, rows_per_request)
+            write_scores(q[part], weights[part], pool, *rows, scores, maxima, K, group, rows_per_request)
         write_slots(scores, maxima, *rows, topk_out[part], pool.shape[0], group, early)

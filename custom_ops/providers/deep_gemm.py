@@ -1,0 +1,165 @@
+"""index_topk with DeepGEMM's scores (sgl-deep-gemm 0.1.5) and our selection.
+
+Decode: its paged kernel, one row an item of its batch, over page tables made for each row; its schedule is computed by
+a kernel in front of it at every call, so also at every replay of a captured graph. Prefill: its kernel over keys laid
+end to end, which are gathered once a call. In both, a product that is NaN counts as 0 (relu by fmaxf), so NaN among the
+codes of a key or query is not seen; a NaN scale gives a NaN score, as the contract has it.
+
+Legend: T rows, HI index heads, D index head dim, P pages, W columns of the page table.
+"""
+
+import torch
+from torch import Tensor
+
+from compiled_dsa.custom_ops.kernels.adapters import mark_pages, rows_of_pages
+from compiled_dsa.custom_ops.kernels.common import refuses_strides
+from compiled_dsa.custom_ops.kernels.select import group_size, maxima_of, write_slots
+from compiled_dsa.custom_ops.layout import FP8, PAGE, index_dim
+from compiled_dsa.custom_ops.providers import common
+from compiled_dsa.custom_ops.providers.common import FirstCalls, load, refuses_alignment
+
+_library = load("deep_gemm")
+_first = FirstCalls("deep_gemm")
+
+VERSIONS = "0.1."
+HEADS = (32, 64)
+DIMS = (64, 128)
+_COLUMNS = 256  # rows of its scores are padded to a multiple
+_TILE = 128  # rows * heads of its prefill tiles, to whole ones of which rows are padded
+_SCHEDULE_ROWS = 32  # its schedule is compiled for a multiple of so many
+
+
+def refuses(
+    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes=None
+) -> str | None:
+    _, HI, D = q.shape
+    if not _library.__version__.startswith(VERSIONS):
+        return f"version {_library.__version__}; the calls are those of sgl-deep-gemm {VERSIONS}5"
+    if pool.dtype != torch.uint8:
+        return f"the pool has dtype {pool.dtype}; it takes fp8 pools"
+    if HI not in HEADS or D not in DIMS:
+        return f"{HI} index heads of {D}; it takes {HEADS} of {DIMS}"
+    if weights.dtype != torch.float32:
+        return f"weights has dtype {weights.dtype}; it takes float32"
+    reason = (
+        common.refuses_device(pool)
+        or refuses_alignment(pool)
+        or refuses_strides(page_table=page_table, req_of_row=req_of_row, visible=visible, topk_out=topk_out)
+    )
+    if reason is not None or scratch_bytes is None:
+        return reason
+    if page_table.numel() * PAGE >= 2**31:
+        return f"page_table has {page_table.numel()} entries; keys laid end to end have int32 numbers"
+    needed = _key_bytes(page_table, D) + _tile_rows(HI) * _row_bytes(page_table, topk_out.shape[1])
+    if scratch_bytes < needed:
+        return f"scratch_bytes={scratch_bytes}; the keys laid end to end and scores of one tile need {needed} bytes"
+    return None
+
+
+def _key_bytes(page_table: Tensor, D: int) -> int:
+    """Of gathered keys and scales, and of the numbers of their pages."""
+    return page_table.numel() * (PAGE * (D + 4) + 32)
+
+
+def _tile_rows(HI: int) -> int:
+    return _TILE // HI
+
+
+def _row_bytes(page_table: Tensor, K: int) -> int:
+    """Of a row's padded scores and maxima, and of the bounds of its keys."""
+    columns = page_table.shape[1] * PAGE
+    return 4 * (-(-columns // _COLUMNS) * _COLUMNS + maxima_of(columns, group_size(columns, K, True)) + 4)
+
+
+def run(
+    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes: int | None = None
+) -> None:
+    T, K = topk_out.shape
+    if T == 0 or K == 0:
+        return
+    if pool.shape[0] == 0 or page_table.numel() == 0:
+        topk_out.fill_(-1)
+        return
+    rows = (page_table, req_of_row, visible)
+    if page_table.shape[1] * PAGE <= K:
+        unused = torch.empty(1, 1, dtype=torch.float32, device=q.device)
+        write_slots(unused, unused, *rows, topk_out, pool.shape[0], 0, early=False)
+    elif scratch_bytes is None:
+        scores = decode_scores(q, weights, pool, *rows, K)
+        _select(scores, *rows, topk_out, pool.shape[0], prefill=False)
+    else:
+        _prefill(q, weights, pool, *rows, topk_out, scratch_bytes)
+
+
+def warmup(*args) -> None:
+    run(*args)
+
+
+def decode_scores(q, weights, pool, page_table, req_of_row, visible, K: int) -> Tensor:
+    """fp32 [T, 64 W] by logical position, of rows that see more than K keys; without regard to bad pages."""
+    T, HI, D = q.shape
+    key = (q.device, HI, D, -(-T // _SCHEDULE_ROWS))
+    _first.require(key)
+    tables, lengths = rows_of_pages(page_table, req_of_row, visible, pool.shape[0], K)
+    lengths = lengths[:, None]
+    schedule = _library.get_paged_mqa_logits_metadata(lengths, PAGE, _library.get_num_sms())
+    scores = _library.fp8_paged_mqa_logits(
+        q.contiguous()[:, None],
+        pool.view(-1, PAGE, 1, D + 4),
+        weights.contiguous(),
+        lengths,
+        tables,
+        schedule,
+        page_table.shape[1] * PAGE,
+        False,
+    )
+    _first.done(key)
+    return scores
+
+
+def gathered_keys(pool: Tensor, page_table: Tensor) -> tuple[Tensor, Tensor]:
+    """(e4m3 [B 64 W, D], fp32 [B 64 W]): keys of all requests end to end; scales are NaN for pages outside the pool."""
+    D = index_dim(pool)
+    good = ((page_table >= 0) & (page_table < pool.shape[0])).flatten()
+    at = torch.where(good, page_table.flatten(), 0).long()
+    words = pool.view(torch.float32)  # the copies take 4 bytes at a time
+    keys = words[:, : PAGE * D // 4].index_select(0, at).view(FP8).view(-1, D)
+    scales = words[:, PAGE * D // 4 :].index_select(0, at).masked_fill_(~good[:, None], torch.nan)
+    return keys, scales.flatten()
+
+
+def prefill_scores(q, weights, keys, scales, first: Tensor, end: Tensor, columns: int) -> Tensor:
+    """fp32 [rows, columns] over the keys [first, end) of each row, counted from its first."""
+    key = (q.device, *q.shape[1:], "prefill")
+    _first.require(key)
+    scores = _library.fp8_mqa_logits(
+        q.contiguous(), (keys, scales), weights.contiguous(), first, end, False, max_seqlen_k=columns
+    )
+    _first.done(key)
+    return scores
+
+
+def _prefill(q, weights, pool, page_table, req_of_row, visible, topk_out, scratch_bytes: int) -> None:
+    T, K = topk_out.shape
+    columns = page_table.shape[1] * PAGE
+    tile = _tile_rows(q.shape[1])
+    room = scratch_bytes - _key_bytes(page_table, q.shape[2])
+    rows_at_once = room // _row_bytes(page_table, K) // tile * tile
+    keys, scales = gathered_keys(pool, page_table)
+    for start in range(0, T, rows_at_once):
+        part = slice(start, min(start + rows_at_once, T))
+        first = req_of_row[part] * columns
+        end = first + visible[part].clamp(0, columns)
+        scores = prefill_scores(q[part], weights[part], keys, scales, first, end, columns)
+        _select(scores, page_table, req_of_row[part], visible[part], topk_out[part], pool.shape[0], prefill=True)
+        del scores  # before the next ones are made
+
+
+def _select(scores: Tensor, page_table, req_of_row, visible, topk_out, pages: int, prefill: bool) -> None:
+    columns, K = page_table.shape[1] * PAGE, topk_out.shape[1]
+    group = group_size(columns, K, prefill)
+    maxima = torch.empty(scores.shape[0], maxima_of(columns, group), dtype=torch.float32, device=scores.device)
+    rows = (page_table, req_of_row, visible)
+    if group or not prefill:  # scores of gathered keys on bad pages are NaN already
+        mark_pages(scores, maxima, *rows, pages, K, group)
+    write_slots(scores, maxima, *rows, topk_out, pages, group, early=False)

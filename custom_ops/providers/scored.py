@@ -1,0 +1,78 @@
+"""index_topk from our Triton scores and a selection that some library makes: flashinfer's, torch's.
+
+The selection sees scores in which no NaN is left and what must not be chosen is -inf (adapters.order_scores); what it
+chose is then written as the op's contract has it. Rows that see at most K keys get them all, whatever it chose there.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from compiled_dsa.custom_ops.kernels import index_topk as triton_topk
+from compiled_dsa.custom_ops.kernels.adapters import order_scores, write_positions
+from compiled_dsa.custom_ops.layout import PAGE
+
+Selection = Callable[[Tensor, Tensor], Tensor]
+
+_UNUSED = 16  # elements of a tensor that nothing reads
+
+
+def refuses(
+    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes=None
+) -> str | None:
+    return triton_topk.refuses(q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic)
+
+
+def refuses_scratch(page_table: Tensor, K: int, scratch_bytes: int | None, position_bytes: int) -> str | None:
+    """A budget that holds no scores and chosen positions of a row beside each other."""
+    needed = row_bytes(page_table, K, position_bytes)
+    if scratch_bytes is not None and scratch_bytes < needed:
+        return f"scratch_bytes={scratch_bytes}; scores and chosen positions of one row need {needed} bytes"
+    return None
+
+
+def row_bytes(page_table: Tensor, K: int, position_bytes: int) -> int:
+    return 4 * PAGE * page_table.shape[1] + position_bytes * K
+
+
+def run(
+    select: Selection,
+    position_bytes: int,
+    q,
+    weights,
+    pool,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,
+    scratch_bytes: int | None = None,
+) -> None:
+    """Scores, selection and slots of as many rows at a time as the scratch holds.
+
+    Args:
+        select: (scores fp32 [rows, n], visible [rows]) -> int32 or int64 [rows, at most K] positions; the library's own
+            workspace comes on top of the scratch.
+        position_bytes: of one chosen position.
+    """
+    T, K = topk_out.shape
+    columns = page_table.shape[1] * PAGE
+    if T == 0 or K == 0:
+        return
+    if pool.shape[0] == 0 or page_table.numel() == 0:
+        topk_out.fill_(-1)
+        return
+    rows_at_once = T
+    if scratch_bytes is not None:
+        slices = -(-T // (scratch_bytes // row_bytes(page_table, K, position_bytes)))
+        rows_at_once = -(-T // slices)
+    scores = torch.empty(rows_at_once, columns, dtype=torch.float32, device=q.device)
+    unused = torch.empty(1, _UNUSED, dtype=torch.float32, device=q.device)
+    rows_per_request = max(1, T // page_table.shape[0])
+    for start in range(0, T, rows_at_once):
+        part = slice(start, min(start + rows_at_once, T))
+        rows = (page_table, req_of_row[part], visible[part])
+        some = scores[: part.stop - start]
+        triton_topk.write_scores(q[part], weights[part], pool, *rows, some, unused, K, 0, rows_per_request)
+        order_scores(some, rows[2], K)
+        write_positions(select(some, rows[2]), some, *rows, topk_out[part], pool.shape[0])

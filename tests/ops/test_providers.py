@@ -1,0 +1,302 @@
+"""Providers around libraries: what they refuse, what they do around a library, and their first calls.
+
+On a CPU the libraries are stand-ins (fake_libraries.py); over the libraries themselves run the tests of the ops.
+"""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from compiled_dsa.custom_ops import INDEX_TOPK_DECODE, INDEX_TOPK_PREFILL, MLA_PREFILL, OPS, SPARSE_MLA_DECODE, Op
+from compiled_dsa.custom_ops.layout import FP8, PAGE, latent_pool_shape, split_index_pool, split_latent_pool
+from compiled_dsa.custom_ops.providers import common
+from compiled_dsa.testing import (
+    attention_oracle,
+    attention_tolerance,
+    check_topk,
+    index_scores_oracle,
+    poisoned,
+    random_index_pool,
+    random_latent_pool,
+    random_page_table,
+)
+from tests.ops import fake_libraries
+
+FOLDER = "compiled_dsa.custom_ops.providers"
+MODULES = {"deep_gemm": ["deep_gemm"], "flashinfer": ["flashinfer"], "flash_mla": ["flash_mla", "flash_mla_prefill"]}
+
+cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins and Triton's interpreter are for a CPU")
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """The providers over stand-ins, on any device; by name of the library."""
+    modules = {}
+    for library, stems in MODULES.items():
+        monkeypatch.setitem(sys.modules, library, getattr(fake_libraries, library)())
+        for stem in stems:
+            monkeypatch.delitem(sys.modules, f"{FOLDER}.{stem}", raising=False)
+    monkeypatch.setattr(common, "refuses_device", lambda pool: None)
+    for stems in MODULES.values():
+        for stem in stems:
+            modules[stem] = importlib.import_module(f"{FOLDER}.{stem}")
+    yield modules
+    for stem in modules:
+        sys.modules.pop(f"{FOLDER}.{stem}")
+
+
+def index_arguments(HI=32, D=64, K=40, dtype=FP8, deterministic=False, budget=None, device="cpu"):
+    """Rows that see none, few and many keys, one request with a page outside the pool, NaN scales, ties at 0."""
+    table = random_page_table(3, 3, 12, device)
+    table[1, 1] = -7
+    pool = random_index_pool(12, D, dtype, device)
+    if dtype == FP8:
+        keys, scales = split_index_pool(pool)
+        scales[table[2, 0], 5] = torch.nan
+        keys.view(torch.uint8)[table[0, 0], 8:40] = 0  # scores of 0
+    requests = torch.tensor([0, 0, 1, 2, 2, 1], dtype=torch.int32, device=device)
+    visible = torch.tensor([190, 3, 192, 100, 0, 70], dtype=torch.int32, device=device)
+    q = torch.randn(6, HI, D, device=device).to(dtype)
+    weights = torch.randn(6, HI, device=device)
+    out = poisoned(6, K, dtype=torch.int32, device=device)
+    args = (q, weights, pool, table, requests, visible, out, deterministic)
+    return args if budget is None else (*args, budget)
+
+
+def run_index(op: Op, provider: str, args):
+    op.overload(*args, provider=provider)
+    q, weights, pool, table, requests, visible, out = args[:7]
+    check_topk(out, visible, *index_scores_oracle(q, weights, pool, table, requests, visible))
+    return out
+
+
+@cpu_only
+@pytest.mark.parametrize("provider", ["deep_gemm", "flashinfer", "torch"])
+@pytest.mark.parametrize("shape", ["decode", "prefill", "prefill in slices"])
+def test_choices_are_right(fakes, provider, shape):
+    deterministic = provider != "torch"
+    budget = {"decode": None, "prefill": 1 << 20, "prefill in slices": 44_000 if provider == "deep_gemm" else 3000}
+    args = index_arguments(deterministic=deterministic, budget=budget[shape])
+    chosen = run_index(INDEX_TOPK_DECODE if shape == "decode" else INDEX_TOPK_PREFILL, provider, args)
+    if deterministic:
+        want = torch.empty_like(chosen)
+        INDEX_TOPK_DECODE.reference(*args[:6], want, True)
+        assert torch.equal(chosen.sort().values, want.sort().values)
+
+
+@cpu_only
+@pytest.mark.parametrize("provider", ["flashinfer", "torch"])
+def test_infinities_and_nan(fakes, provider):
+    """-inf is chosen where there is nothing better, NaN never: fp32 scores 0 but for a few."""
+    pool = torch.zeros(3, PAGE, 32)
+    values = torch.full((192,), torch.inf)
+    values[20:150] = torch.nan
+    pool[:, :, 0] = values.view(3, PAGE)
+    q = torch.zeros(1, 1, 32)
+    q[..., 0] = 1.0
+    one = torch.ones(1, dtype=torch.int32)
+    for sign in (1.0, -1.0):
+        out = poisoned(1, 100, dtype=torch.int32, device="cpu")
+        table = torch.arange(3, dtype=torch.int32)[None]
+        args = (q, torch.full((1, 1), sign), pool, table, one * 0, one * 192, out, False)
+        INDEX_TOPK_DECODE.overload(*args, provider=provider)
+        assert sorted(out[0, :62].tolist()) == [*range(20), *range(150, 192)] and (out[0, 62:] == -1).all()
+
+
+@cpu_only
+@pytest.mark.parametrize("K", [1, 192, 250])
+def test_rows_of_few_keys_need_no_scores(fakes, K):
+    for provider in ("deep_gemm", "flashinfer", "torch"):
+        run_index(INDEX_TOPK_DECODE, provider, index_arguments(K=K))
+
+
+@cpu_only
+def test_long_rows_of_deep_gemm_get_maxima(fakes, monkeypatch):
+    from compiled_dsa.custom_ops.kernels import select
+
+    for name in ("DIRECT_SCORES", "DIRECT_SCORES_PREFILL", "NARROWED_MAXIMA"):
+        monkeypatch.setattr(select, name, 64)
+    monkeypatch.setattr(select, "SMALLEST_TILE", 64)
+    run_index(INDEX_TOPK_DECODE, "deep_gemm", index_arguments(K=10))
+    run_index(INDEX_TOPK_PREFILL, "deep_gemm", index_arguments(K=10, budget=1 << 20))
+
+
+def attention_arguments(H, dtype, K=70, sinks=True, R=64, device="cpu"):
+    """Lanes past the counts and some within them are no slots; one row has no key, one a count above K."""
+    pool = random_latent_pool(5, 512, R, dtype, device)
+    if dtype == FP8:
+        split_latent_pool(pool, 512, R)[0].view(torch.uint8)[0, 0] = 0x7F  # NaN, in a slot that nothing attends
+    q_latent, q_rope = (torch.randn(4, H, n, device=device).bfloat16() for n in (512, R))
+    topk = (torch.stack([torch.randperm(5 * PAGE - 1, device=device)[:K] for _ in range(4)]) + 1).int()
+    topk[:, 3], topk[0, 5], topk[1, 9:] = -9, 5 * PAGE, 2**31 - 1
+    count = torch.tensor([K, 9, -1, K + 30], dtype=torch.int32, device=device)
+    table = random_page_table(2, 2, 5, device)
+    requests = torch.zeros(4, dtype=torch.int32, device=device)
+    sink = torch.randn(H, device=device) if sinks else None
+    return [q_latent, q_rope, pool, topk, count, table, requests, (512 + R) ** -0.5, sink]
+
+
+@cpu_only
+@pytest.mark.parametrize(("H", "dtype", "R"), [(16, FP8, 64), (64, torch.bfloat16, 64), (3, torch.bfloat16, 0)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_sparse_mla_decode_of_flash_mla(fakes, H, dtype, R, sinks):
+    args = attention_arguments(H, dtype, sinks=sinks, R=R)
+    buffer = poisoned(H + 2, 4, 512, dtype=torch.bfloat16, device="cpu")
+    out, lse = buffer[:H].transpose(0, 1), poisoned(4, H, dtype=torch.float32, device="cpu")
+    SPARSE_MLA_DECODE.overload(*args, out, lse, provider="flash_mla")
+    want, want_lse = attention_oracle(*args)
+    atol, lse_atol = attention_tolerance(*args[:3], args[7])
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=atol)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=lse_atol)
+    assert (lse[2] == -torch.inf).all() and (out[2] == 0).all() and buffer[H:].isnan().all()
+
+
+@cpu_only
+@pytest.mark.parametrize(("H", "dtype"), [(8, torch.bfloat16), (64, FP8)])
+def test_mla_prefill_of_flash_mla(fakes, H, dtype):
+    """Rows in slices, at the smallest budget that is not refused."""
+    _, q_rope, pool, topk, count, table, requests, _, sinks = attention_arguments(H, dtype)
+    q_nope, kv_b = torch.randn(4, H, 32).bfloat16(), (torch.randn(H, 72, 512) * 512**-0.5).bfloat16()
+    args = (q_nope, q_rope, pool, topk, count, table, requests, kv_b, 0.1, sinks)
+    out = poisoned(4, H, 40, dtype=torch.bfloat16, device="cpu")
+    needed = int(MLA_PREFILL.refusal("flash_mla", *args, out, 1 << 17).split()[-2])
+    with pytest.raises(ValueError, match=f"needs {needed} bytes"):
+        MLA_PREFILL.overload(*args, out, needed - 1, provider="flash_mla")
+    MLA_PREFILL.overload(*args, out, needed, provider="flash_mla")
+    want = torch.empty_like(out)
+    MLA_PREFILL.reference(*args, want, 1 << 30)
+    assert (out.double() - want.double()).norm() / want.double().norm() < 0.02
+    assert (out[2] == 0).all()
+
+
+@cpu_only
+def test_empty_pools(fakes):
+    args = attention_arguments(64, torch.bfloat16)
+    args[2] = torch.empty(latent_pool_shape(0, 512, 64, torch.bfloat16)[0], dtype=torch.bfloat16)
+    out, lse = poisoned(4, 64, 512, dtype=torch.bfloat16, device="cpu"), torch.empty(4, 64)
+    SPARSE_MLA_DECODE.overload(*args, out, lse, provider="flash_mla")
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    for provider in ("deep_gemm", "flashinfer", "torch"):
+        index = list(index_arguments())
+        index[2] = index[2][:0]
+        INDEX_TOPK_DECODE.overload(*index, provider=provider)
+        assert (index[6] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("provider", "changes", "reason"),
+    [
+        ("deep_gemm", {"dtype": torch.bfloat16}, "the pool has dtype torch.bfloat16; it takes fp8 pools"),
+        ("deep_gemm", {"HI": 16}, r"16 index heads of 64; it takes \(32, 64\) of \(64, 128\)"),
+        ("deep_gemm", {"D": 32}, "32 index heads of 32"),
+        ("deep_gemm", {"budget": 20_000}, "scratch_bytes=20000; the keys laid end to end and scores of one tile need"),
+        ("flashinfer", {"K": 2049}, "topk_out has 2049 columns; its graph-safe .* at most 2048"),
+        ("flashinfer", {"budget": 800}, "scratch_bytes=800; scores and chosen positions of one row need 1088 bytes"),
+        ("torch", {"deterministic": True}, "torch.topk takes any of several equal scores"),
+    ],
+)
+def test_what_providers_of_index_topk_refuse(fakes, provider, changes, reason):
+    op = INDEX_TOPK_PREFILL if "budget" in changes else INDEX_TOPK_DECODE
+    with pytest.raises(ValueError, match=f"{op.name}: no provider takes these arguments .{provider}: {reason}"):
+        op.overload(*index_arguments(**changes), provider=provider)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ((7, -0.1), "scale=-0.1 is not above 0"),
+        ((3, None), "topk is None; it attends selected tokens only"),
+        ((slice(0, 2), [torch.zeros(4, 8, n) for n in (512, 64)]), "dtype torch.float32; it takes bfloat16"),
+        (
+            (slice(0, 3), [torch.zeros(4, 8, n).bfloat16() for n in (128, 32)] + [torch.zeros(5, 64, 160).bfloat16()]),
+            r"latents of 128\+32; it takes 512\+64",
+        ),
+        ((slice(0, 2), [torch.zeros(4, 144, n).bfloat16() for n in (512, 64)]), "144 heads; it takes 1 to 128"),
+    ],
+)
+def test_what_flash_mla_refuses(fakes, change, reason):
+    args = attention_arguments(8, FP8, sinks=False)
+    args[change[0]] = change[1]
+    out, lse = torch.empty_like(args[0]), torch.empty(args[0].shape[:2])
+    with pytest.raises(ValueError, match=f"flash_mla: .*{reason}"):
+        SPARSE_MLA_DECODE.overload(*args, out, lse, provider="flash_mla")
+
+
+def test_flash_mla_refuses_what_was_seen_to_fault(fakes):
+    args = [torch.cat([x] * 17) if i in (0, 1, 3, 4, 6) else x for i, x in enumerate(attention_arguments(8, FP8))]
+    args[8] = None
+    out, lse = torch.empty_like(args[0]), torch.empty(68, 8)
+    assert "68 rows of 8 heads" in SPARSE_MLA_DECODE.refusal("flash_mla", *args, out, lse)
+
+
+def test_versions(fakes, monkeypatch):
+    monkeypatch.setattr(sys.modules["deep_gemm"], "__version__", "2.1.0")
+    monkeypatch.setattr(sys.modules["flash_mla"], "has_legacy", lambda: False)
+    monkeypatch.setattr(sys.modules["flashinfer"], "top_k_ragged_transform", lambda input, offsets, lengths, k: None)
+    index = index_arguments()
+    assert "version 2.1.0" in INDEX_TOPK_DECODE.refusal("deep_gemm", *index)
+    assert "0.7.4 has no graph-safe" in INDEX_TOPK_DECODE.refusal("flashinfer", *index)
+    args = attention_arguments(8, FP8, sinks=False)
+    reason = SPARSE_MLA_DECODE.refusal("flash_mla", *args, torch.empty_like(args[0]), torch.empty(4, 8))
+    assert "no kernels for Hopper behind use_legacy" in reason
+
+
+@cpu_only
+def test_devices():
+    pool = torch.empty(1)
+    assert common.refuses_device(pool) == "needs a CUDA device"
+
+
+def test_other_gpus(monkeypatch):
+    pool = torch.empty(1, device="meta")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
+    assert common.refuses_device(pool) == "needs compute capability (9, 0), this device has (10, 0)"
+
+
+def test_libraries_that_do_not_load(monkeypatch):
+    with pytest.raises(ImportError, match="No module named 'a_library_of_none'"):
+        common.load("a_library_of_none")
+
+    def fails(name):
+        raise OSError("undefined symbol")
+
+    monkeypatch.setattr(importlib, "import_module", fails)
+    with pytest.raises(ImportError, match="flash_mla is installed and does not load: undefined symbol"):
+        common.load("flash_mla")
+
+
+@cpu_only
+@pytest.mark.parametrize("provider", ["deep_gemm", "flashinfer", "flash_mla"])
+def test_first_calls_and_captures(fakes, provider, monkeypatch):
+    """A first call inside a capture is an error that says what to do; after ``warmup`` the same call is captured."""
+    if provider == "flash_mla":
+        args = attention_arguments(64, FP8, sinks=False)
+        op, args = SPARSE_MLA_DECODE, (*args, torch.empty_like(args[0]), torch.empty(4, 64))
+    else:
+        op, args = INDEX_TOPK_DECODE, index_arguments()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match=rf"{provider} has work to do .*warmup\('{provider}', \*args\)"):
+        op.overload(*args, provider=provider)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    op.warmup(provider, *args)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    op.overload(*args, provider=provider)
+
+
+def test_warmup_refuses_like_a_call_and_is_nothing_for_others():
+    args = index_arguments()
+    with pytest.raises(ValueError, match="torch: torch.topk takes any"):
+        INDEX_TOPK_DECODE.warmup("torch", *args[:7], True)
+    with pytest.raises(ValueError, match="no such provider"):
+        INDEX_TOPK_DECODE.warmup("none", *args)
+    INDEX_TOPK_DECODE.warmup(None, *args)
+    assert (args[6] == 123456789).all()
+
+
+def test_libraries_come_after_triton():
+    for op in OPS.values():
+        assert list(op.providers)[0] == "triton"
