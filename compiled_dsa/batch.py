@@ -218,7 +218,7 @@ class Batch:
 
         A draft model runs them one after another; row b of each is request b. The pages of these tokens are in the
         page table already; a token without a page has slot -1 and its keys are lost. Requests without keys (padding)
-        stay padding.
+        stay padding. The batches share memory, so none is to be written to.
 
         Args:
             accepted: int32 or int64 [B], how many of its rows of this step count for each request, for a batch that

@@ -236,8 +236,8 @@ def test_a_grid_without_padding_is_the_batch_of_its_lengths():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_lengths_never_reach_the_host():
-    """Traced as a whole with an unknown number of rows: reading a value would break the graph."""
+def test_fault_g2_lengths_never_reach_the_host():
+    """Traced as a whole with an unknown number of rows: reading a value would break the graph. kv up to 110."""
     compiles = []
 
     def tensors(T, q_len, kv_len, page_table, past, real):
@@ -256,10 +256,15 @@ def test_lengths_never_reach_the_host():
         return tensors(rows.shape[0], q_len, kv_len, page_table, past, real)
 
     page_table = pages(2, 3)
-    for T in (5, 1, 0, 17):
+    for T, longest in [*zip((2, 1, 0, 17, 16, 15), [20] * 6), *zip([1] * 11, range(100, 111))]:
         rows, real = torch.zeros(T), torch.arange(8).view(2, 4) != T
         torch._dynamo.decorators.mark_unbacked(rows, 0)
-        lengths = torch.tensor([min(3, T), max(0, T - 3)]), torch.tensor([10, 20]), page_table, torch.tensor([4, 60])
+        lengths = (
+            torch.tensor([min(3, T), max(0, T - 3)]),
+            torch.tensor([10, longest]),
+            page_table,
+            torch.tensor([4, 60]),
+        )
         got = make(rows, *lengths, real)
         want = tensors(T, *lengths, real)
         assert all(map(torch.equal, got, want))
