@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from compiled_dsa.batch import DECODE, Batch
 from compiled_dsa.cache import LayerPools
 from compiled_dsa.config import DSAConfig
-from compiled_dsa.custom_ops.layout import compute_dtype
+from compiled_dsa.custom_ops.layout import compute_dtype, logical_slots
 from compiled_dsa.custom_ops.mla_prefill import mla_prefill
 from compiled_dsa.custom_ops.sparse_mla import sparse_mla_decode
 from compiled_dsa.custom_ops.store_latents import store_latents
@@ -42,7 +42,7 @@ class Projections:
     q_rope: Tensor  # [T, H, R]
     latents: Tensor  # [T, L], after their norm
     k_rope: Tensor  # [T, R]
-    gate: Tensor | None  # [T, H, V] before the sigmoid, or None
+    gate: Tensor | None  # [T, H, V] or [T, H, 1] before the sigmoid, or None
 
 
 class SparseAttention(nn.Module):
@@ -66,10 +66,14 @@ class SparseAttention(nn.Module):
         latent_features = c.kv_lora_rank + c.qk_rope_head_dim
         self.kv_a_proj_with_mqa = nn.Linear(c.hidden_size, latent_features, bias=c.attention_bias, **kw)
         self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.latent_norm_eps, **kw)
+        if c.k_rope_norm:
+            self.k_rope_only_layernorm = RMSNorm(c.qk_rope_head_dim, c.latent_norm_eps, **kw)
         kv_features = c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
         self.kv_b_proj = nn.Linear(c.kv_lora_rank, kv_features, bias=False, **kw)
         if c.output_gate == "value":
             self.gate_proj = nn.Linear(c.hidden_size, c.num_heads * c.v_head_dim, bias=False, **kw)
+        if c.output_gate == "head":
+            self.g_proj = nn.Linear(c.hidden_size, c.num_heads, bias=False, **kw)
         if c.sinks:
             self.sinks = nn.Parameter(torch.zeros(c.num_heads, device=device, dtype=torch.float32))
         self.o_proj = nn.Linear(c.num_heads * c.v_head_dim, c.hidden_size, bias=c.attention_bias, **kw)
@@ -79,7 +83,7 @@ class SparseAttention(nn.Module):
         """Projections of hidden states [T, hidden]. ``deinterleave``: rope values in Hugging Face's order (rope.py)."""
         c = self.dsa_config
         q_compressed = self.q_a_proj(x)
-        q_lora = self.q_a_layernorm(q_compressed)
+        q_lora = _scaled(self.q_a_layernorm(q_compressed), c.q_lora_scale)
         if c.output_gate == "query":
             q_gate = self.q_gate_proj(torch.cat([q_lora, q_compressed], dim=-1))
             q, gate = q_gate.unflatten(-1, (-1, c.qk_head_dim + c.v_head_dim)).split([c.qk_head_dim, c.v_head_dim], -1)
@@ -87,15 +91,19 @@ class SparseAttention(nn.Module):
             q, gate = self.q_b_proj(q_lora).unflatten(-1, (-1, c.qk_head_dim)), None  # [T, H, N+R]
         if c.output_gate == "value":
             gate = self.gate_proj(x).unflatten(-1, (-1, c.v_head_dim))
+        elif c.output_gate == "head":
+            gate = self.g_proj(x).unsqueeze(-1)
         q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         latents, k_rope = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        if c.k_rope_norm:
+            k_rope = self.k_rope_only_layernorm(k_rope)
         pairs = {"interleaved": c.rope_interleaved, "deinterleave": deinterleave}
         return Projections(
             q_lora=q_lora,
             q_nope=q_nope,
-            q_rope=rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1), **pairs),
-            latents=self.kv_a_layernorm(latents),
-            k_rope=rotate(k_rope, cos, sin, **pairs),
+            q_rope=rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1), **pairs).to(x.dtype),  # angles may be in fp32
+            latents=_scaled(self.kv_a_layernorm(latents), c.latent_scale),
+            k_rope=rotate(k_rope, cos, sin, **pairs).to(x.dtype),
             gate=gate,
         )
 
@@ -130,6 +138,7 @@ class SparseAttention(nn.Module):
         batch: Batch,
         pools: LayerPools,
         prev_topk: Tensor | None = None,
+        window_start: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Stores the rows' keys in the pools, selects, attends.
 
@@ -138,15 +147,22 @@ class SparseAttention(nn.Module):
             batch: where the rows stand, see batch.py.
             pools: this layer's caches, written in place.
             prev_topk: selection of the last layer that has an indexer; needed by a layer that has none.
+            window_start: int [T], for a layer with a window: the row attends none of its request's positions before
+                this one. None: it attends the latest ``window``.
 
         Returns:
-            (output [T, hidden], selection int32 [T, K] of physical slots or None when all visible keys are attended).
+            (output [T, hidden], selection int32 [T, K] of physical slots or None when all visible keys are attended). A
+            layer with a window hands ``prev_topk`` on.
 
         Raises:
             ValueError: a layer without an indexer gets no selection although scores are needed.
         """
+        c = self.dsa_config
         p = self.project(x, cos, sin)
         store_latents(pools.latents, p.latents, p.k_rope, batch.slots)
+        if c.window is not None:
+            latest = latest_tokens(batch, c.window, window_start)
+            return self.attend(p, batch, pools.latents, latest), prev_topk
         if self.indexer is not None:
             topk = self.indexer.store_and_select(x, p.q_lora, cos, sin, batch, pools.index_keys)
         else:
@@ -161,3 +177,17 @@ def shared_selection(prev_topk: Tensor | None, batch: Batch) -> Tensor | None:
     if prev_topk is None:
         raise ValueError("prev_topk=None; a layer without an indexer needs the selection of an earlier layer")
     return prev_topk
+
+
+def latest_tokens(batch: Batch, window: int, start: Tensor | None = None) -> Tensor:
+    """Slots int32 [T, window] of the latest tokens that each row sees, its own first; -1 past the first token.
+
+    ``start``: int [T], positions before it are left out too.
+    """
+    positions = batch.visible[:, None] - 1 - torch.arange(window, device=batch.visible.device)  # [T, window]
+    slots = logical_slots(batch.page_table, batch.req_of_row.long()[:, None], positions)
+    return (slots if start is None else torch.where(positions >= start[:, None], slots, -1)).int()
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale

@@ -6,7 +6,7 @@ from typing import Any
 
 from compiled_dsa.family import model_spec
 
-OUTPUT_GATES = (None, "query", "value")
+OUTPUT_GATES = (None, "query", "value", "head")
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,15 @@ class DSAConfig:
         scale: multiplies q.k, yarn's mscale^2 included.
         rope_interleaved: layout of the rope of queries and latents; pairs as in ``IndexFormat``.
         index_shared: the layer has no indexer and takes the selection of the last layer that has one.
+        window: the layer has no indexer and attends the latest ``window`` tokens, its own among them; None: no window.
         output_gate: what the sigmoid that multiplies the attention's output [T, H, V] is taken of. "query": a [T, H, V]
             that ``q_gate_proj`` makes beside the queries (axk2); "value": ``gate_proj(x)`` [T, H, V] (hy_v4);
-            None: no gate.
+            "head": ``g_proj(x)`` [T, H] (dots3_note); None: no gate.
         sinks: each head has one more logit ``sinks`` [H] in its softmax, which takes weight and gives no value.
-        latent_norm_eps: eps of the q_lora and latent RMS norms.
+        q_lora_scale, latent_scale: multiply q_lora [T, q_lora_rank], for the indexer too, and the latents [T, L] after
+            their norms, before they are cached.
+        k_rope_norm: the keys' rope part [T, R] goes through an RMS norm of its own before the rope.
+        latent_norm_eps: eps of these norms.
         index_k_norm: "layer" (LayerNorm with weight and bias) or "rms".
         deterministic: top-k prefers the lowest position among equal scores and replays bitwise.
         scratch_bytes: bound on the temporary memory of each prefill op.
@@ -59,8 +63,12 @@ class DSAConfig:
     scale: float
     rope_interleaved: bool = True
     index_shared: bool = False
+    window: int | None = None
     output_gate: str | None = None
     sinks: bool = False
+    q_lora_scale: float = 1.0
+    latent_scale: float = 1.0
+    k_rope_norm: bool = False
     attention_bias: bool = False
     latent_norm_eps: float = 1e-6
     index_k_norm: str = "layer"
@@ -75,6 +83,8 @@ class DSAConfig:
             raise ValueError(
                 f"output_gate={self.output_gate!r}; it must be one of {', '.join(map(repr, OUTPUT_GATES))}"
             )
+        if self.window is not None and (self.window < 1 or not self.index_shared):
+            raise ValueError(f"window={self.window}; it must be at least 1, of a layer with index_shared=True")
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim={self.qk_rope_head_dim}; it must be even")
         if self.index_head_dim < self.qk_rope_head_dim:
@@ -89,15 +99,17 @@ class DSAConfig:
 
     @classmethod
     def from_hf(cls, config: Any, layer_idx: int = 0) -> "DSAConfig":
-        """Reads layer ``layer_idx`` of a Hugging Face config; family.py lists the models.
+        """Reads layer ``layer_idx`` of a Hugging Face config, a composite one's text part; family.py lists the models.
 
         What is no size comes from ``model_type``: Hugging Face hard-codes it per class and ignores, for example, an
         ``indexer_rope_interleave`` in the config, and so does this.
 
         Raises:
-            ValueError: an unsupported model_type, a layer index out of range, a first layer without an indexer, or
-                tokens that are always selected.
+            ValueError: an unsupported model_type, a layer index out of range, a first layer without an indexer, a layer
+                of another kind, or tokens that are always selected.
         """
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config(decoder=True)
         spec = model_spec(config)
         if not 0 <= layer_idx < config.num_hidden_layers:
             raise ValueError(f"layer_idx={layer_idx}; the model has layers 0 to {config.num_hidden_layers - 1}")
@@ -106,6 +118,9 @@ class DSAConfig:
                 raise ValueError(
                     f"{name}={getattr(config, name)}; tokens that are always selected are not supported yet"
                 )
+        if getattr(config, "is_heterogeneous", False):
+            config = config.per_layer_config[layer_idx]
+        window = _window(config, layer_idx)
         return cls(
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,
@@ -120,11 +135,15 @@ class DSAConfig:
             index_format=IndexFormat(spec.index_rope_interleaved, rope_last=spec.index_rope_last),
             scale=softmax_scale(config),
             rope_interleaved=spec.rope_interleaved,
-            index_shared=_is_shared(config, layer_idx),
+            index_shared=window is not None or _is_shared(config, layer_idx),
+            window=window,
             output_gate=spec.output_gate,
             sinks=spec.sinks,
+            k_rope_norm=spec.k_rope_norm,
             attention_bias=config.attention_bias,
             index_k_norm=getattr(config, "index_k_norm_type", None) or "layer",
+            q_lora_scale=(config.hidden_size / config.q_lora_rank) ** 0.5 if spec.scaled_latents else 1.0,
+            latent_scale=(config.hidden_size / config.kv_lora_rank) ** 0.5 if spec.scaled_latents else 1.0,
             **dict.fromkeys(spec.config_eps, config.rms_norm_eps),
         )
 
@@ -136,6 +155,13 @@ def softmax_scale(config: Any) -> float:
     if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim") and rope["factor"] > 1:
         scale *= (0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1.0) ** 2
     return scale
+
+
+def _window(config: Any, layer_idx: int) -> int | None:
+    kind = (getattr(config, "layer_types", None) or {layer_idx: None})[layer_idx]
+    if kind == "full_attention":
+        raise ValueError(f"layer_types[{layer_idx}]='full_attention'; layers have an indexer or a sliding window")
+    return config.sliding_window if kind == "sliding_attention" else None
 
 
 def _is_shared(config: Any, layer_idx: int) -> bool:

@@ -17,8 +17,9 @@ class ModelSpec:
         passes_selection: its decoder layers hand the selection of one layer on to the next.
         config_eps: which eps of ``DSAConfig`` are the config's ``rms_norm_eps``; the others are 1e-6, whatever the
             config says.
-        rope_interleaved, index_rope_interleaved, index_rope_last, output_gate, sinks: as in ``DSAConfig`` and
-            ``IndexFormat``.
+        scaled_latents: normalised latents are multiplied by sqrt(hidden_size / their size).
+        rope_interleaved, index_rope_interleaved, index_rope_last, output_gate, sinks, k_rope_norm: as in ``DSAConfig``
+            and ``IndexFormat``.
     """
 
     attention: str
@@ -29,6 +30,8 @@ class ModelSpec:
     config_eps: tuple[str, ...] = ()
     output_gate: str | None = None
     sinks: bool = False
+    k_rope_norm: bool = False
+    scaled_latents: bool = False
 
 
 MODELS = {
@@ -44,11 +47,18 @@ MODELS = {
         output_gate="value",
         sinks=True,
     ),
+    "dots3_note_text": ModelSpec(
+        "Dots3NoteTextAttention",
+        index_rope_interleaved=True,
+        config_eps=("latent_norm_eps",),
+        output_gate="head",
+        k_rope_norm=True,
+        scaled_latents=True,
+    ),
 }
 
 # Relatives whose attention is not (yet) this one, and what differs.
 _REFUSED = {
-    "dots3_note": "its indexed layers scale the latents and it mixes in sliding-window layers",
     "mistral_large4": "it has no query LoRA, layers without rope, and latents shared between layers",
     "glm5_next": "it selects pooled blocks of keys, not tokens",
     "qwen4_exp": "it selects mean-pooled blocks of keys for grouped-query attention",
@@ -60,7 +70,7 @@ _REFUSED = {
 
 
 def model_spec(config: Any) -> ModelSpec:
-    """The entry of a Hugging Face config; ValueError with the reason for a model that is not supported."""
+    """The entry of a (text) config of Hugging Face; ValueError with the reason for a model that is not supported."""
     model_type = getattr(config, "model_type", None)
     if model_type in MODELS:
         return MODELS[model_type]

@@ -45,7 +45,7 @@ class Indexer(nn.Module):
         self.weights_proj = nn.Linear(config.hidden_size, config.index_n_heads, bias=False, **kw)
 
     def make_keys(self, x: Tensor, cos: Tensor, sin: Tensor, *, fp8: bool, deinterleave: bool = False) -> Tensor:
-        """Index keys [T, D] of hidden states [T, hidden]; fp32 for an fp8 cache, else in the dtype of x.
+        """Index keys [T, D] of hidden states [T, hidden]; fp32 for an fp8 cache, else in the wider dtype of x and cos.
 
         ``deinterleave``: rope values in the order in which Hugging Face caches them (rope.py); as for queries.
         """
@@ -70,7 +70,9 @@ class Indexer(nn.Module):
         return q, weights * fold * scales
 
     def store(self, keys: Tensor, batch: Batch, pool: Tensor) -> None:
-        """Writes the rows' keys into the pool. A keys-only call is this alone."""
+        """Writes the rows' keys into the pool, in its dtype. A keys-only call is this alone."""
+        if pool.dtype != torch.uint8:
+            keys = keys.to(pool.dtype)  # angles in fp32 give keys in fp32
         store_index_keys(pool, keys, batch.slots, self.dsa_config.index_format.scale_ue8m0)
 
     def select(
@@ -88,6 +90,7 @@ class Indexer(nn.Module):
         c = self.dsa_config
         fp8 = pool.dtype == torch.uint8
         q, weights = self.make_queries(x, q_lora, cos, sin, fp8=fp8, deinterleave=deinterleave)
+        q = q if fp8 else q.to(pool.dtype)
         topk = torch.empty(x.shape[0], c.index_topk, dtype=torch.int32, device=x.device)
         keys = (pool, batch.page_table, batch.req_of_row, batch.visible)
         if batch.kind == DECODE:

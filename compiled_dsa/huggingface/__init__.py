@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_dsa.config import DSAConfig
@@ -23,6 +24,7 @@ from compiled_dsa.huggingface.cache import PagedCache
 __all__ = ["AttentionStats", "PagedCache", "replace_attention"]
 
 OLDEST, NEWEST = (5, 17), (5, 23)  # releases of transformers whose calls of attention modules are known
+SLIDING = "sliding_attention"  # the layer type of windows
 
 
 def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
@@ -31,7 +33,8 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
     Parameters, their names, hooks and saved checkpoints stay as they are. The model then works with ``PagedCache``,
     with transformers' own Dynamic and Static caches and without a cache. Calls that the ops cannot serve (gradients,
     dropout, masks over queries and keys, packed sequences, requested attention weights, autocast) run its own forward
-    and are counted in ``model.dsa_stats``; with a PagedCache they are a ValueError.
+    and are counted in ``model.dsa_stats``; with a PagedCache they are a ValueError. Layers with a sliding window
+    (dots3_note) run on the ops over a PagedCache, and their own forward over any other.
 
     A second call changes nothing. The attention implementation is written into ``model.config``: another, stock model
     that shares this config object needs a copy of it, made before.
@@ -63,7 +66,8 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
     model.dsa_stats = converted[0].dsa_stats if converted else AttentionStats()
     for module in modules:
         convert(module, config, spec.passes_selection, model.dsa_stats)
-    model.set_attn_implementation(masks.IMPLEMENTATION)
+    parts = [name for name in model.config.sub_configs if getattr(model.config, name) is config]  # vision stays stock
+    model.set_attn_implementation(dict.fromkeys(parts, masks.IMPLEMENTATION) if parts else masks.IMPLEMENTATION)
     model.register_forward_pre_hook(_begin_forward, with_kwargs=True)
     return model
 
@@ -90,12 +94,17 @@ def _begin_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]):
         return None  # transformers names what is missing
     cache.allocate(model.device, dtype)
     mask = arguments.get("attention_mask")
-    if isinstance(mask, dict):  # generate() has made the masks, one a layer type; these models have one type
-        (key,) = mask
-        arguments["attention_mask"] = {key: cache.begin(tokens.shape[0], tokens.shape[1], mask[key])}
+    columns_real = cache.begin(tokens.shape[0], tokens.shape[1], _column_mask(mask))
+    if isinstance(mask, dict):  # generate() has made the masks, one a layer type
+        arguments["attention_mask"] = {kind: None if kind == SLIDING else columns_real for kind in mask}
     else:
-        arguments["attention_mask"] = cache.begin(tokens.shape[0], tokens.shape[1], mask)
+        arguments["attention_mask"] = columns_real
     return (), arguments
+
+
+def _column_mask(mask: Tensor | dict[str, Tensor | None] | None) -> Tensor | None:
+    """Of masks by layer type the one of indexed layers, which tells columns with tokens from padding."""
+    return next(m for kind, m in mask.items() if kind != SLIDING) if isinstance(mask, dict) else mask
 
 
 @functools.cache
@@ -108,9 +117,8 @@ def _refuse_stock_forward(model: PreTrainedModel, arguments: dict[str, Any]) -> 
     embeds = arguments.get("inputs_embeds")
     module = next(m for m in model.modules() if isinstance(m, DSAAttentionMixin))
     hidden = torch.empty(0, device=model.device) if embeds is None else embeds
-    mask = arguments.get("attention_mask")
-    mask = next(iter(mask.values())) if isinstance(mask, dict) else mask
-    module.refuse_stock(module.stock_reason(hidden, mask, arguments))
+    mask = _column_mask(arguments.get("attention_mask"))
+    module.refuse_stock(module.stock_reason(hidden, mask, arguments["past_key_values"], arguments))
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.base_model.parameters()):
         module.refuse_stock("gradients")  # of any layer, not of the first only
     positions = arguments.get("position_ids")

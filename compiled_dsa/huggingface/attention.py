@@ -74,7 +74,7 @@ class DSAAttentionMixin(SparseAttention):
         prev_topk_indices: Tensor | None = None,
         **kwargs,
     ):
-        reason = self.stock_reason(hidden_states, attention_mask, kwargs)
+        reason = self.stock_reason(hidden_states, attention_mask, past_key_values, kwargs)
         self.dsa_stats.note(reason)
         if reason is not None:
             if isinstance(past_key_values, PagedCache):
@@ -88,7 +88,8 @@ class DSAAttentionMixin(SparseAttention):
         cos, sin = (_angles(e, B, S) for e in position_embeddings)
         if isinstance(past_key_values, PagedCache):
             batch, pools = past_key_values.step(self.layer_idx, hidden_states, attention_mask)
-            out, topk = SparseAttention.forward(self, x, cos, sin, batch, pools, prev_topk_indices)
+            start = past_key_values.window_start(self.layer_idx, B)
+            out, topk = SparseAttention.forward(self, x, cos, sin, batch, pools, prev_topk_indices, start)
         else:
             out, topk = self._on_stock_cache(x, cos, sin, B, S, attention_mask, past_key_values, prev_topk_indices)
         out = out.view(B, S, -1)
@@ -102,18 +103,21 @@ class DSAAttentionMixin(SparseAttention):
                 f"{reason}: the call needs transformers' own forward, which cannot read a PagedCache; {_ADVICE[reason]}"
             )
 
-    def stock_reason(self, hidden_states: Tensor, attention_mask: Tensor | None, kwargs: dict) -> str | None:
+    def stock_reason(self, hidden_states: Tensor, attention_mask: Tensor | None, cache, kwargs: dict) -> str | None:
         """Why this call needs transformers' own forward, or None."""
         if hidden_states.requires_grad or (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):
             return "gradients"
         if self.training and self.attention_dropout:
             return "dropout"
-        if attention_mask is not None and attention_mask.dim() != 2:
+        window = self.dsa_config.window is not None
+        if attention_mask is not None and attention_mask.dim() != 2 and not window:
             return "mask"
         if wants_weights(self, kwargs):
             return "attentions"
         if torch.is_autocast_enabled(hidden_states.device.type):
             return "autocast"  # one op's arguments would come in several dtypes
+        if window and not isinstance(cache, PagedCache):
+            return "window"  # other caches keep no more than the window reaches
         return self.weights_reason()
 
     def weights_reason(self) -> str | None:

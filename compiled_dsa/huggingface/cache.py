@@ -30,9 +30,12 @@ class PagedLayer(CacheLayerMixin):
     """
 
     is_compileable = True
-    is_sliding = False
     is_croppable = True
     supports_early_init = False
+
+    def __init__(self, is_sliding: bool):
+        super().__init__()
+        self.is_sliding = is_sliding
 
     def _refuse_tokens(self, *args, **kwargs):
         raise ValueError("PagedCache serves models after replace_attention(model); this model's attention is stock")
@@ -49,14 +52,14 @@ class PagedLayer(CacheLayerMixin):
 
 
 def _cached_sizes(c: DSAConfig) -> tuple:
-    return c.kv_lora_rank, c.qk_rope_head_dim, c.index_head_dim, c.index_topk, c.index_format, c.index_shared
+    return c.kv_lora_rank, c.qk_rope_head_dim, c.index_head_dim, c.index_topk, c.index_format, c.index_shared, c.window
 
 
 class PagedCache(Cache):
     """A transformers cache of paged latents and index keys, for models after ``replace_attention``.
 
     All pages are allocated up front: row b of the batch owns ceil(max_cache_len/64) pages for its life, so graphs may
-    capture the addresses.
+    capture the addresses. Layers with a sliding window keep all tokens too.
 
     Args:
         config: the model's config.
@@ -92,6 +95,8 @@ class PagedCache(Cache):
     ):
         config = config.get_text_config(decoder=True)
         self.layer_configs = [DSAConfig.from_hf(config, i) for i in range(config.num_hidden_layers)]
+        if self.layer_configs[0].window is not None:
+            raise ValueError("layer_types[0]='sliding_attention'; the first layer must be indexed, its mask is read")
         for name, value in (("max_batch_size", max_batch_size), ("max_cache_len", max_cache_len)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}; it must be an integer of at least 1")
@@ -100,7 +105,7 @@ class PagedCache(Cache):
                 check_cache_dtype(name, cached)
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
             raise ValueError(f"dtype={dtype}; it must be a model dtype")
-        super().__init__(layers=[PagedLayer() for _ in self.layer_configs])
+        super().__init__(layers=[PagedLayer(c.window is not None) for c in self.layer_configs])
         self.max_batch_size = max_batch_size
         self.max_cache_len = max_cache_len
         self.index_topk = self.layer_configs[0].index_topk
@@ -112,6 +117,7 @@ class PagedCache(Cache):
         self._begun: tuple[bool, bool] | None = None  # (skip_scores, padded to a bucket) of the announced forward
         self._before: tuple[int, int, bool] = (0, 0, False)  # columns, rows, padded, before that announcement
         self._batch: Batch | None = None  # of the forward under way
+        self._step_columns: Tensor | None = None  # int64 [S], its columns, when some column so far is padding
         self.new_tokens = 0  # tokens a row of the forward that begin() announced
         self._device, self._dtype = device, dtype
         self.serves: tuple | None = None  # the model and dtype that check_model last accepted
@@ -167,7 +173,8 @@ class PagedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         if not torch.compiler.is_compiling() and self._begun is None:  # else begin() has checked, before any padding
             self.check_fits(None, query_length)
-        return self.max_cache_len, 0
+        # The mask of layers with a window, which transformers would build over queries and keys, is not read: the least
+        return (1, 0) if self.layers[layer_idx].is_sliding else (self.max_cache_len, 0)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.max_cache_len
@@ -237,7 +244,7 @@ class PagedCache(Cache):
         """Forgets a forward that was announced and then failed, before layer 0 or between layers."""
         if self._begun is None and self._batch is None:
             return
-        if self._batch is not None:  # some layers have stored its tokens, and the lengths have advanced
+        if self.pool is not None:  # its lengths may have advanced: some layers ran, or compiled code until it failed
             self._set_length(self._before[0])
         (self._columns, self._rows, self._padded), self._begun, self._batch = self._before, None, None
 
@@ -286,14 +293,27 @@ class PagedCache(Cache):
             self._batch = None
         return batch, pools
 
+    def window_start(self, layer_idx: int, batch_size: int) -> Tensor | None:
+        """First position int64 [T] that each row of the forward under way attends in a layer with a window.
+
+        A window counts columns, padding included, as in transformers. None: no column is padding, or no window.
+        """
+        window, columns = self.layer_configs[layer_idx].window, self._step_columns
+        if window is None or columns is None:
+            return None
+        tokens = self._real[:batch_size].cumsum(1)  # [B, columns], of each row up to a column
+        edge = columns - window  # the last column that is out of reach
+        return torch.where(edge < 0, 0, tokens[:, edge.clamp(0, self.max_cache_len - 1)]).flatten()
+
     def _advance(self, hidden_states: Tensor, columns_real: Tensor | None) -> Batch:
         B, S, _ = hidden_states.shape
         held, new = self.columns_on_device(), torch.arange(S, device=self._length.device)
         announced, self._begun = self._begun, None
         skip_scores, padded = announced or (False, False)
         step: Tensor | int = self._new_columns if padded else S
-        real = None
+        real, self._step_columns = None, None
         if columns_real is not None:
+            self._step_columns = held + new
             later = torch.arange(self.max_cache_len, device=new.device) >= held + step
             self._real[:B] = columns_real | later  # what is not reached yet is no padding
             real = columns_real[:, (held + new).clamp(max=self.max_cache_len - 1)]
@@ -325,10 +345,11 @@ class PagedCache(Cache):
     def signature(self) -> tuple:
         return self.max_cache_len, self.pool.signature()
 
-    def pad_step(self) -> None:
+    def pad_step(self, padded: bool = True) -> None:
         """The announced forward will come padded: columns past its last token are no tokens and store nothing."""
-        self._begun = self._begun[0], True
-        self._new_columns.fill_(self.new_tokens)
+        self._begun = self._begun[0], padded
+        if padded:
+            self._new_columns.fill_(self.new_tokens)
 
     # ---- what generate() does between forwards -------------------------------------------------------------------
 

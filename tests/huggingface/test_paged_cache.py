@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from compiled_dsa.huggingface import PagedCache
 from tests.huggingface.conversation import CLOSE, FP8, Conversation, talk
-from tests.huggingface.tiny_models import MODEL_TYPES, left_padding, make_pair, prompt
+from tests.huggingface.tiny_models import MODEL_TYPES, left_padding, make_pair, prompt, tiny_config
 
 
 def test_steps_of_all_sizes(pair):
@@ -203,6 +203,20 @@ def test_sizes_and_layers(pair):
     assert cache.pool.layers[0].latents.shape == (6, 64, 32 + 8)  # two pages for 100 tokens, latent 32 and rope 8
     assert cache.pool.layers[0].index_keys.shape == (6, 64, 32)
     assert {t.dtype for layer in cache.pool.layers for t in layer.tensors()} == {torch.bfloat16}
+
+
+def test_windows_count_columns_of_padding_too(all_pairs):
+    """Padding between tokens takes columns of a window, as in transformers, though it takes no place in the pages."""
+    conversation = talk(all_pairs["dots3_note_text"])
+    gaps = left_padding(3, 9)
+    for length, mask in ((20, left_padding(3, 20)), (9, gaps), (1, None), (9, gaps.flip(1)), (1, None), (30, None)):
+        conversation.feed(3, length, mask)
+
+
+def test_a_first_layer_with_a_window_is_refused():
+    config = tiny_config("dots3_note_text", num_hidden_layers=2, layer_types=["sliding_attention", "indexed_attention"])
+    with pytest.raises(ValueError, match=r"layer_types\[0\]='sliding_attention'; the first layer must be indexed"):
+        PagedCache(config, 2, 32)
 
 
 def test_a_cache_of_one_column(pair):

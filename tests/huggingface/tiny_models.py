@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from compiled_dsa.huggingface import PagedCache, replace_attention
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "axk2")
-RELATIVES = ("hy_v4",)  # run through fewer tests: what differs from the models above, and that they are served at all
+# These go through fewer tests: what differs from the above, and the main paths.
+RELATIVES = ("hy_v4", "dots3_note_text")
 INDEX_TOPK = 16
+WINDOW = 10
 VOCABULARY = 128
 CACHES = ("paged", "dynamic", "static", "none")
 
@@ -59,6 +61,17 @@ def tiny_config(model_type: str, **changes):
         dense = changes.pop("first_k_dense_replace", 1)
         sizes["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(layers)]
         del sizes["first_k_dense_replace"]
+    if model_type == "dots3_note_text":  # the layer between two indexed ones has a window, and sizes of its own
+        sizes["layer_types"] = ["sliding_attention" if i % 3 == 1 else "indexed_attention" for i in range(layers)]
+        sizes |= {
+            "sliding_window": WINDOW,
+            "n_shared_experts": 1,
+            "shared_experts_intermediate_size": 32,
+            "head_dim": 24,
+        }
+        window = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 40, "qk_nope_head_dim": 20}
+        sizes |= {f"swa_{name}": size for name, size in window.items()}
+        sizes |= {"swa_q_lora_rank": 36, "swa_head_dim": 28, "swa_v_head_dim": 20}
     return AutoConfig.for_model(model_type, **{**sizes, **changes})
 
 
@@ -113,6 +126,6 @@ def make_pair(model_type: str, dtype: torch.dtype = torch.float32, **changes) ->
 
 def small_pair(model_type: str) -> Pair:
     """For tests that compile, whose time is that of tracing layers: dense MLPs, and no more layers than it takes to
-    share a selection."""
-    layers = 2 if model_type == "glm_moe_dsa" else 1
+    share a selection or to have a window."""
+    layers = 2 if model_type in ("glm_moe_dsa", "dots3_note_text") else 1
     return make_pair(model_type, num_hidden_layers=layers, first_k_dense_replace=layers)

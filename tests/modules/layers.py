@@ -15,11 +15,10 @@ def tiny_dsa_config(model_type: str = "deepseek_v32", layer: int = 0, **sizes) -
 
 
 def stock_layer(model_type: str, dtype: torch.dtype, layer: int = 0, **sizes) -> nn.Module:
-    """transformers' attention module, its two norms (fp32 whatever the dtype) replaced by ones of full precision."""
+    """transformers' attention module, its RMS norms (fp32 whatever the dtype) replaced by ones of full precision."""
     module = tiny_model(model_type, dtype, **sizes).model.layers[layer].self_attn
     if dtype == torch.float64:
-        for name in ("q_a_layernorm", "kv_a_layernorm"):
-            norm = getattr(module, name)
+        for name, norm in [(n, m) for n, m in module.named_children() if type(m).__name__.endswith("RMSNorm")]:
             exact = RMSNorm(norm.weight.shape[0], norm.variance_epsilon, dtype=dtype)
             exact.load_state_dict(norm.state_dict())
             setattr(module, name, exact)
@@ -45,6 +44,8 @@ def stock_outputs(stock: nn.Module, x: Tensor, prev_topk: Tensor | None = None) 
     n = x.shape[0]
     embedding = [torch.cat([a, a], -1).unsqueeze(0) for a in angles(torch.arange(n), stock.qk_rope_head_dim, x.dtype)]
     mask = torch.full((1, 1, n, n), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)  # additive: eager takes no other
+    if getattr(stock, "sliding_window", None) is not None:
+        mask += torch.full_like(mask, torch.finfo(x.dtype).min).tril(-stock.sliding_window)
     more = {} if prev_topk is None else {"prev_topk_indices": prev_topk}
     with torch.no_grad():
         out, *rest = stock(x.unsqueeze(0), embedding, mask, **more)

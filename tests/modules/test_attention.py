@@ -38,11 +38,14 @@ def steps_of_all_kinds() -> list[tuple[list[int], dict]]:
     ]
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES + RELATIVES)
+LAYERS = [*((model_type, 0) for model_type in MODEL_TYPES + RELATIVES), ("dots3_note_text", 1)]  # the last: a window
+
+
+@pytest.mark.parametrize(("model_type", "layer"), LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("padding", [0, 3])
-def test_every_kind_of_step(model_type, dtype, padding):
-    stock = stock_layer(model_type, dtype)
+def test_every_kind_of_step(model_type, layer, dtype, padding):
+    stock = stock_layer(model_type, dtype, layer)
     serving = Serving.of([our_layer(stock)], requests(dtype))
     want = [stock_outputs(stock, x)[0] for x in serving.x]
     for new, options in steps_of_all_kinds():
@@ -337,6 +340,22 @@ def test_hy_v4_gate_and_sinks_are_applied():
         other = our_layer(stock)
         other.get_parameter(name).data.fill_(neutral)
         assert (outputs_over(other, x) - whole).norm() > 0.1 * whole.norm()
+
+
+def test_a_window_that_starts_later():
+    """``window_start`` leaves out more of what the window reaches: as if the keys before it were not there."""
+    stock = stock_layer("dots3_note_text", torch.float64, 1)
+    layer, (x,) = our_layer(stock), requests(torch.float64, (30,))
+    serving = Serving.of([layer], [x])
+    rows, cos, sin, batch = serving.inputs([30])
+    with torch.no_grad():
+        start = torch.full((30,), 25)
+        got, passed_on = layer(rows, cos, sin, batch, serving.pool.layers[0], None, start)
+        late = Serving.of([layer], [x[25:]])
+        _, _, _, alone = late.inputs([5])
+        want, _ = layer(rows[25:], cos[25:], sin[25:], alone, late.pool.layers[0])
+    assert passed_on is None and not got[:25].any()
+    torch.testing.assert_close(got[25:], want, rtol=1e-12, atol=1e-12)
 
 
 def test_layers_are_made_from_any_config():

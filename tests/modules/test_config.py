@@ -7,7 +7,7 @@ import torch
 from transformers import DeepseekV4Config, LlamaConfig, LongcatFlashConfig
 
 from compiled_dsa import DSAConfig, IndexFormat
-from tests.huggingface.tiny_models import MODEL_TYPES, RELATIVES, tiny_config, tiny_model
+from tests.huggingface.tiny_models import MODEL_TYPES, RELATIVES, WINDOW, tiny_config, tiny_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0,
         "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}  # fmt: skip
@@ -44,6 +44,23 @@ def test_variants_of_hy_v4():
     config = DSAConfig.from_hf(tiny_config("hy_v4"))
     assert config.index_format == IndexFormat(rope_interleaved=False, rope_last=True)
     assert not config.rope_interleaved and config.sinks and config.output_gate == "value"
+
+
+def test_variants_of_dots3_note():
+    hf = tiny_config("dots3_note_text", num_hidden_layers=2)
+    indexed, sliding = (DSAConfig.from_hf(hf, i) for i in range(2))
+    assert indexed.index_format == IndexFormat(rope_interleaved=True) and indexed.rope_interleaved
+    assert (indexed.window, sliding.window) == (None, WINDOW) and sliding.index_shared and not indexed.index_shared
+    assert (indexed.num_heads, sliding.num_heads) == (4, 2) and (indexed.kv_lora_rank, sliding.kv_lora_rank) == (32, 40)
+    assert indexed.q_lora_scale == (64 / 48) ** 0.5 and sliding.latent_scale == (64 / 40) ** 0.5
+    assert indexed.output_gate == sliding.output_gate == "head" and indexed.k_rope_norm and sliding.k_rope_norm
+    assert indexed.latent_norm_eps == hf.rms_norm_eps == 1e-5
+
+
+def test_other_kinds_of_layers_are_refused():
+    hf = tiny_config("dots3_note_text", use_dsa=False)
+    with pytest.raises(ValueError, match=r"layer_types\[0\]='full_attention'; layers have an indexer or a sliding"):
+        DSAConfig.from_hf(hf)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES + RELATIVES)
@@ -113,7 +130,8 @@ def test_layers_out_of_range(layer):
     ("change", "message"),
     [
         ({"index_k_norm": "batch"}, "index_k_norm='batch'; it must be 'layer' or 'rms'"),
-        ({"output_gate": "key"}, r"output_gate='key'; it must be one of \(None, 'query'"),
+        ({"output_gate": "key"}, r"output_gate='key'; it must be one of None, 'query', 'value', 'head'"),
+        ({"window": 8}, "window=8; it must be at least 1, of a layer with index_shared=True"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim=7; it must be even"),
         ({"index_head_dim": 6}, "index_head_dim=6 is smaller than the rope's 8"),
         ({"index_head_dim": 24, "index_format": IndexFormat(True, hadamard=True)}, "24; .* needs a power of two"),

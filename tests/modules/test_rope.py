@@ -135,7 +135,7 @@ class StockIndexCache:
         return torch.cat(self.keys, 1)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"])
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text"])
 def test_selection_among_4096_keys_is_the_stock_indexer_s(model_type):
     """With few keys, or none left out, a wrong layout of the indexer's rope would not show."""
     sizes = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk": 64}
