@@ -4,7 +4,8 @@ import functools
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch
 
 from compiled_dsa.batch import DECODE, PREFILL
 from compiled_dsa.graphs.buckets import BATCH_SIZES, TOKEN_SIZES, Buckets
-from compiled_dsa.graphs.buffers import CaptureError
+from compiled_dsa.graphs.buffers import CaptureError, UnsupportedCallError
 from compiled_dsa.graphs.compile_stats import CompileStats, counting_backend
 from compiled_dsa.graphs.piecewise import Pieces, piecewise_backend
 from compiled_dsa.graphs.report import reporting
 from compiled_dsa.graphs.runner import GraphMemory, GraphRunner, RunnerStats
 from compiled_dsa.graphs.torch_compat import cause_of_failed_compile, compile_whole
-from compiled_dsa.steps import NoBucket, Planner, variant, with_dynamic_tokens
+from compiled_dsa.steps import NoBucket, Planner, unpad, variant, with_dynamic_tokens
 
 # runtime -> kind of forward -> is it broken at split ops (True) or captured whole (False)
 RUNTIMES: dict[str, dict[str, bool]] = {
@@ -56,8 +57,11 @@ def compile_model(
     On a GPU, CUDA graphs replay the compiled code. Each kind of forward is captured when it first occurs, once for each
     cache. Decode-shaped forwards (at most 8 new tokens a row) are captured at their own size, others padded to a bucket
     of ``token_sizes``; the padding computes and stores nothing that anyone reads. A model of your own, whose forward
-    takes a ``Batch`` and the ``PagePool``, is padded to ``batch_sizes`` too. Forwards without a ``PagedCache`` or a
-    ``Batch``, and prefills beyond the largest size, run the compiled code without a graph.
+    takes a ``Batch`` and the ``PagePool``, is padded to ``batch_sizes`` too. Of its other arguments and outputs,
+    tensors with as many entries in dim 0 as the batch has rows (or else requests) are padded and cropped likewise.
+    Forwards without a ``PagedCache`` or a ``Batch``, and prefills beyond the largest size, run without a graph.
+    A replay does not look at flags of modules that a trace depends on (``model.train()``): set them before. Call a
+    model that has graphs from one thread and one stream.
 
     Args:
         model: a model after ``replace_attention``, or any module. Move, cast and copy it before: CUDA graphs read the
@@ -66,7 +70,7 @@ def compile_model(
             "off": none.
             "full": every forward is one graph, with all rows of its bucket in every op.
             "breakable": a forward is cut, while it is captured, at the ops that graphs are split at (index_topk_prefill
-            and mla_prefill); these run between the graphs, on the real rows.
+            and mla_prefill); these run between the graphs, on the real rows (of a [B, S] grid with B > 1: on all).
             "piecewise": the same, but cut before compiling, so that each piece is compiled by itself; without a GPU,
             compiled pieces without graphs.
             "auto": "full" for decode-shaped forwards and "breakable" for others on a GPU, else "off".
@@ -120,7 +124,12 @@ def compile_model(
     model.forward = forward
     model.graph_stats = forwards.stats
     model.warm_up, model.end_warm_up = forwards.warm_up, forwards.end_warm_up
-    model.run_padded = forwards.run_padded
+
+    def run_padded(*args, **kwargs):
+        with forwards.rerunning():
+            return model(*args, **kwargs)
+
+    model.run_padded = run_padded
     model.__deepcopy__ = refuse_copy
     generation_config = getattr(model, "generation_config", None)
     if generation_config is not None:
@@ -184,6 +193,7 @@ class _Forwards:
         self._reasons: Counter[str] = Counter()
         self._warm_compiles: int | None = None  # compiles when the warm-up ended
         self._warned: set[str] = set()
+        self._rerun = False
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
@@ -200,19 +210,29 @@ class _Forwards:
         if reporting():  # a report wants to see the compiled code run
             return self.run(*args, **kwargs)
         try:
-            kind, step = self._planner.plan(args, kwargs)
+            kind, step = self._planner.plan(args, kwargs, self.runners)
         except NoBucket as reason:
             return self._uncaptured(str(reason), args, kwargs)
-        if kind not in self.runners:
-            return self._uncaptured("a capture failed", args, kwargs)
+        runner = self.runners[kind]
         try:
-            return self.runners[kind](step)
+            return runner.rerun(step) if self._rerun else runner(step)
         except CaptureError as error:
             if self._graphs != "auto":
                 raise
-            warnings.warn(f"graphs='auto': {kind} runs without CUDA graphs from now on: {error}", stacklevel=4)
-            del self.runners[kind]
-        return self._uncaptured("a capture failed", args, kwargs)
+            if not isinstance(error, UnsupportedCallError):
+                warnings.warn(f"graphs='auto': {kind} runs without CUDA graphs from now on: {error}", stacklevel=4)
+                del self.runners[kind]
+            unpad(args, kwargs)
+            return self._uncaptured(str(error), args, kwargs)
+
+    @contextmanager
+    def rerunning(self) -> Iterator[None]:
+        """Within it, captured forwards run on the buffers of their graphs without these."""
+        self._rerun = True
+        try:
+            yield
+        finally:
+            self._rerun = False
 
     def _uncaptured(self, reason: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         self._reasons[reason] += 1
@@ -228,13 +248,6 @@ class _Forwards:
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(f"a forward {what}", stacklevel=5)
-
-    def run_padded(self, *args, **kwargs) -> Any:
-        """Raises NoBucket for a forward that no captured graph serves."""
-        kind, step = self._planner.plan(args, kwargs)
-        if kind not in self.runners:
-            raise NoBucket("graphs are off")
-        return self.runners[kind].rerun(step)
 
     def warm_up(self, run: Callable[[int], Any], sizes: Iterable[int], *, progress: bool = True) -> dict[int, float]:
         """Calls ``run(size)`` for each size, the largest first so that smaller graphs find room in its memory.

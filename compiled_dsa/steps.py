@@ -5,7 +5,7 @@ with few tokens a row is taken as it is, another is padded in S. A forward over 
 requests; it is padded in both.
 """
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -33,103 +33,146 @@ class Planner:
     """Finds the bucket of a forward.
 
     Args:
-        token_sizes: of prefills: tokens a row of a transformers forward, rows of a ``Batch``.
+        token_sizes: of prefills: rows of a ``Batch``; tokens a row of a transformers forward, which is taken as long as
+            its rows have no more tokens together than the largest size.
         batch_sizes: requests of a ``Batch``.
         max_cache_len: longest request of a ``Batch``; None: as many pages as the first page table has columns.
     """
 
     def __init__(self, token_sizes: Buckets, batch_sizes: Buckets, max_cache_len: int | None):
         self._tokens, self._requests = token_sizes, batch_sizes
+        # A prefill is captured for few numbers of requests: they cost its ops next to nothing, but from rows a request
+        # these tell how to share the loads of keys.
+        self._prefill_requests = Buckets("batch_sizes", batch_sizes.sizes[::-3])
         self._pages = None if max_cache_len is None else -(-max_cache_len // PAGE)
 
-    def plan(self, args: tuple, kwargs: dict[str, Any]) -> tuple[str, Step]:
-        """(kind, step) of a forward, the kind being "decode" or "prefill".
+    def plan(self, args: tuple, kwargs: dict[str, Any], kinds: Container[str] = (DECODE, PREFILL)) -> tuple[str, Step]:
+        """(kind, step) of a forward, the kind being one of ``kinds``.
+
+        A cache of transformers is told when the forward comes padded; ``unpad`` takes that back.
 
         Raises:
-            NoBucket: the forward has neither a cache that announced it nor a ``Batch``, or is larger than all buckets.
+            NoBucket: the forward has neither a cache that announced it nor a ``Batch``, is of another kind, or does not
+                fit a bucket.
         """
         arguments = (*args, *kwargs.values())
-        batch = next((a for a in arguments if isinstance(a, Batch)), None)
-        if batch is not None:
-            return batch.kind, self._rows(args, kwargs, batch)
-        cache = next((a for a in arguments if hasattr(a, "pad_step")), None)
-        if cache is None or cache.trace_facts() is None:
+        batches = [a for a in arguments if isinstance(a, Batch)]
+        cache = _cache_of(arguments)
+        if len(batches) > 1:
+            raise NoBucket("more than one Batch")
+        if not batches and (cache is None or cache.trace_facts() is None):
             raise NoBucket("no PagedCache and no Batch")
-        if cache.new_tokens <= MAX_DECODE_TOKENS:
-            return DECODE, Step(args, kwargs)
-        return PREFILL, self._grid(args, kwargs, cache)
+        kind = batches[0].kind if batches else DECODE if cache.new_tokens <= MAX_DECODE_TOKENS else PREFILL
+        if kind not in kinds:
+            raise NoBucket(f"no graphs for {kind}")
+        if batches:
+            return kind, self._rows(args, kwargs, batches[0])
+        return kind, Step(args, kwargs) if kind == DECODE else self._grid(args, kwargs, cache)
 
     # ---- transformers -----------------------------------------------------------------------------------------------
 
     def _grid(self, args: tuple, kwargs: dict[str, Any], cache: Any) -> Step:
-        size = self._tokens.fit(cache.new_tokens)
-        if size is None:
-            raise NoBucket(f"more than {self._tokens.largest} tokens")
-        others = [
-            name for name, a in kwargs.items() if isinstance(a, Tensor) and name not in (*TOKENS, MASK, KEEP)
-        ]  # might have an entry a token, or not
-        if others or any(isinstance(a, Tensor) for a in args):
-            raise NoBucket(f"argument {others[0] if others else 0} is a tensor that cannot be padded")
+        others = [name for name, a in kwargs.items() if isinstance(a, Tensor) and name not in (*TOKENS, MASK, KEEP)]
+        if others or any(isinstance(a, Tensor) for a in args):  # might have an entry a token, or not
+            raise NoBucket(f"{others[0] if others else 'a positional argument'} is a tensor that cannot be padded")
         tokens = {name: kwargs[name] for name in TOKENS if isinstance(kwargs.get(name), Tensor)}
-        B, S = next(iter(tokens.values())).shape[:2]
-        keep = kwargs.get(KEEP, 0)
-        if isinstance(keep, int) and keep > 0:  # counted from the end, which padding moves
-            keep = torch.arange(max(0, S - keep), S, device=next(iter(tokens.values())).device)
+        given = tokens["input_ids"] if "input_ids" in tokens else tokens["inputs_embeds"]
+        B, S = given.shape[:2]
+        size = self._tokens.fit(S)
+        if size is None or B * size > self._tokens.largest:
+            raise NoBucket(f"more than {self._tokens.largest} tokens")
+        keep = _kept_columns(kwargs.get(KEEP, 0), S, given.device)
+        if keep is not None:
             kwargs = kwargs | {KEEP: keep}
 
         def idle() -> tuple[tuple, dict[str, Any]]:
-            padded = {name: t.new_zeros(t.shape[0], size, *t.shape[2:]) for name, t in tokens.items()}
-            return args, kwargs | padded
+            return args, kwargs | {n: t.new_zeros(t.shape[0], size, *t.shape[2:]) for n, t in tokens.items()}
 
         def crop(output: Tensor) -> Tensor:
             return output[:, :S] if output.shape[:2] == (B, size) else output
 
         cache.pad_step()
-        bucket = (B, size, keep.numel() if isinstance(keep, Tensor) else 0)
+        bucket = (B, size, None if keep is None else keep.shape[0])
         return Step(args, kwargs, bucket, idle, S if B == 1 else None, B * size, crop)
 
     # ---- Batch ------------------------------------------------------------------------------------------------------
 
     def _rows(self, args: tuple, kwargs: dict[str, Any], batch: Batch) -> Step:
         T, B = batch.positions.shape[0], batch.kv_len.shape[0]
-        if batch.kind == DECODE and T % B:
-            raise NoBucket(f"kind 'decode' with {T} rows of {B} requests")
-        requests = self._requests.fit(B)
-        if requests is None:
-            raise NoBucket(f"more than {self._requests.largest} requests")
-        if batch.kind == PREFILL:  # requests cost next to nothing there: one graph a number of rows
-            requests, rows = self._requests.largest, self._tokens.fit(T)
-            if rows is None:
-                raise NoBucket(f"more than {self._tokens.largest} rows")
-        else:
-            rows = requests * (T // B)
+        rows, requests = self._sizes(batch.kind, T, B)
         if self._pages is None:
             self._pages = batch.page_table.shape[1]
         pages = self._pages
+        padded = {T: rows} if T == B else {T: rows, B: requests}  # of dim 0: entries of a tensor -> of its buffer
 
         def pad(leaf: Any) -> Any:
             if isinstance(leaf, Batch):
                 device = leaf.positions.device
                 return Batch.idle(rows, requests, pages, device, kind=leaf.kind, skip_scores=leaf.skip_scores)
-            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == T:
-                return leaf.new_zeros(rows, *leaf.shape[1:])
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] in padded:
+                return leaf.new_zeros(padded[leaf.shape[0]], *leaf.shape[1:])
             return leaf
 
         def idle() -> tuple[tuple, dict[str, Any]]:
-            return pytree.tree_map(pad, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Batch))
+            return pytree.tree_map(pad, (args, kwargs), is_leaf=_is_batch)
 
         def crop(output: Tensor) -> Tensor:
-            return output[:T] if output.dim() and output.shape[0] == rows else output
+            if output.dim() and output.shape[0] == rows:
+                return output[:T]
+            return output[:B] if output.dim() and output.shape[0] == requests else output
 
+        shapes = tuple(
+            (padded.get(a.shape[0], a.shape[0]), *a.shape[1:])
+            for a in (*args, *kwargs.values())
+            if isinstance(a, Tensor) and a.dim()
+        )
         if requests > B:  # requests after the last one begin where that ends
             end = batch.q_start[-1:].expand(requests - B)
-            padded = replace(batch, q_start=torch.cat([batch.q_start, end]))
-            args, kwargs = pytree.tree_map_only(Batch, lambda _: padded, (args, kwargs), is_leaf=_is_batch)
-        return Step(args, kwargs, (rows, requests), idle, T, rows, crop)
+            ended = replace(batch, q_start=torch.cat([batch.q_start, end]))
+            args = tuple(ended if a is batch else a for a in args)
+            kwargs = {name: ended if a is batch else a for name, a in kwargs.items()}
+        return Step(args, kwargs, (rows, requests, shapes), idle, T, rows, crop)
+
+    def _sizes(self, kind: str, T: int, B: int) -> tuple[int, int]:
+        """Rows and requests of the bucket for a batch of T rows of B requests. They are equal when T and B must be."""
+        if not T or not B:
+            raise NoBucket("no rows")
+        buckets = self._requests if kind == DECODE else self._prefill_requests
+        requests = buckets.fit(B)
+        if requests is None:
+            raise NoBucket(f"more than {buckets.largest} requests")
+        if kind == DECODE:
+            if T % B:
+                raise NoBucket(f"kind 'decode' with {T} rows of {B} requests")
+            return requests * (T // B), requests
+        rows = self._tokens.fit(T)
+        if rows is None:
+            raise NoBucket(f"more than {self._tokens.largest} rows")
+        return rows, requests + (rows == requests)  # told apart by their sizes
+
+
+def unpad(args: tuple, kwargs: dict[str, Any]) -> None:
+    """Takes back what ``Planner.plan`` told a cache: the forward comes as the caller gave it."""
+    cache = _cache_of((*args, *kwargs.values()))
+    if cache is not None and cache.trace_facts() is not None:
+        cache.pad_step(False)
+
+
+def _cache_of(arguments: tuple) -> Any:
+    return next((a for a in arguments if hasattr(a, "pad_step")), None)
 
 
 def _is_batch(leaf: Any) -> bool:
     return isinstance(leaf, Batch)
+
+
+def _kept_columns(keep: Any, S: int, device: torch.device) -> Tensor | None:
+    """transformers' ``logits_to_keep`` as indices of columns, which padding does not move; None: all columns."""
+    if isinstance(keep, int):
+        return torch.arange(S, device=device)[-keep:] if keep else None
+    if isinstance(keep, Tensor) and keep.dim() == 1 and keep.dtype in (torch.int32, torch.int64):
+        return torch.where(keep < 0, keep + S, keep)
+    raise NoBucket(f"{KEEP} is neither a number nor a list of columns")
 
 
 # ---- tracing ---------------------------------------------------------------------------------------------------------

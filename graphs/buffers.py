@@ -14,6 +14,10 @@ class CaptureError(RuntimeError):
     """A call cannot be captured in a CUDA graph; nothing that it advances has advanced."""
 
 
+class UnsupportedCallError(CaptureError):
+    """An argument or an output of this call cannot be part of a captured one; other calls may well be."""
+
+
 class GraphState(Protocol):
     """An argument that a graph reads and writes where it lies (a cache), instead of a copy of it.
 
@@ -38,18 +42,18 @@ def is_state(leaf: Any) -> bool:
 
 
 def describe(leaf: Any, name: str, *, sizes: bool) -> Hashable:
-    """What a graph fixes of a leaf: dtype, device and (with ``sizes``) shape and strides of a tensor, or a constant.
+    """What a graph fixes of a leaf: dtype, device and (with ``sizes``) shape of a tensor, or a constant.
 
     Raises:
-        CaptureError: anything else. It might hold tensors that no replay would refresh.
+        UnsupportedCallError: anything else. It might hold tensors that no replay would refresh.
     """
     if is_state(leaf):
         return ("state", id(leaf))
     if isinstance(leaf, Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if sizes else (leaf.dim(), leaf.dtype, leaf.device)
+        return (leaf.shape if sizes else leaf.dim(), leaf.dtype, leaf.device)
     if isinstance(leaf, CONSTANTS):
         return (type(leaf), leaf)
-    raise CaptureError(f"{name} is a {type(leaf).__name__}; a graph takes tensors, constants and states")
+    raise UnsupportedCallError(f"{name} is a {type(leaf).__name__}; a graph takes tensors, constants and states")
 
 
 class Call:
@@ -72,6 +76,10 @@ class Call:
         facts = tuple(state.trace_facts() for state in self.states)
         self.key: tuple = (str(self.spec), described, facts, bucket)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
     def path(self, place: int) -> str:
         """Where a leaf stands in the arguments, for a message."""
         paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(self.leaves, self.spec))
@@ -90,8 +98,10 @@ class StaticInputs:
         self._spec, self._structure = idle.spec, idle.key[0]
         self._constants = [None if is_state(leaf) else leaf for leaf in idle.leaves]
         with torch.inference_mode(False):  # a buffer made in inference mode could not be refilled outside of it
-            self._idle = [leaf.clone() if isinstance(leaf, Tensor) else None for leaf in idle.leaves]
-            self._tensors = [None if leaf is None else leaf.clone() for leaf in self._idle]
+            # contiguous, whatever the first call had: another one may come with other strides
+            copies = [leaf.contiguous() if isinstance(leaf, Tensor) else None for leaf in idle.leaves]
+            self._idle = [None if leaf is None else leaf.clone() for leaf in copies]
+            self._tensors = [None if leaf is None else leaf.clone() for leaf in copies]
 
     def arguments(self, call: Call) -> tuple[tuple, dict[str, Any]]:
         """(args, kwargs) of the call with its tensors replaced by the static ones."""
@@ -99,7 +109,7 @@ class StaticInputs:
         return pytree.tree_unflatten(static, self._spec)
 
     def fill(self, call: Call) -> None:
-        """Copies the tensors of another call in, in one launch a dtype unless a tensor is smaller than its buffer.
+        """Copies the tensors of another call in, those of a dtype in one launch where their strides allow it.
 
         Raises:
             ValueError: another structure or constant, or a tensor that does not fit its buffer; names the input and
@@ -124,9 +134,23 @@ class StaticInputs:
                 region = held[tuple(slice(size) for size in leaf.shape)]
                 rest.extend(_complement(held, idle, leaf.shape))
                 given.append((region, leaf))
-        pairs = [(held, leaf) for held, leaf in rest + given if held.numel()]
-        if pairs:
-            torch._foreach_copy_([held for held, _ in pairs], [leaf for _, leaf in pairs])
+        _copy(rest + given)
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copies the second tensors into the first. ``_foreach_copy_`` needs one launch for tensors of one dtype whose
+    strides match pairwise, and falls back to one each for all when one does not."""
+    together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for held, leaf in pairs:
+        if held.is_contiguous() and leaf.is_contiguous():
+            if held.numel():
+                lists = together.setdefault(held.dtype, ([], []))
+                lists[0].append(held)
+                lists[1].append(leaf)
+        else:
+            held.copy_(leaf)
+    for held_list, leaves in together.values():
+        torch._foreach_copy_(held_list, leaves)
 
 
 def _complement(held: Tensor, idle: Tensor, shape: torch.Size) -> list[tuple[Tensor, Tensor]]:

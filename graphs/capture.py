@@ -32,9 +32,12 @@ class Break:
 
     def __init__(self, call: BreakCall, padded_rows: int | None):
         args = tuple(non_owning(a) if isinstance(a, Tensor) else a for a in call.args)
-        of_the_call = {p: fill for p, fill in call.rows.items() if isinstance(args[p], Tensor)}
-        of_the_call = {p: fill for p, fill in of_the_call.items() if args[p].shape[0] == padded_rows}
-        self.padded = BreakCall(call.name, call.function, args, of_the_call)
+        rows = {
+            place: fill
+            for place, fill in call.rows.items()
+            if isinstance(args[place], Tensor) and args[place].shape[0] == padded_rows
+        }
+        self.padded = BreakCall(call.name, call.function, args, rows)
         self._padded_rows = padded_rows
         self._cut: tuple[int, tuple, list[tuple[Tensor, float]]] | None = None  # of the number of rows served last
 

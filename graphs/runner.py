@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from compiled_dsa.graphs.buffers import Call, CaptureError, GraphState, StaticInputs, describe, is_state
+from compiled_dsa.graphs.buffers import (
+    Call,
+    CaptureError,
+    GraphState,
+    StaticInputs,
+    UnsupportedCallError,
+    describe,
+    is_state,
+)
 from compiled_dsa.graphs.capture import record, run_uncaptured
 from compiled_dsa.graphs.torch_compat import keep_pool, non_owning, pool_bytes
 
@@ -92,11 +100,13 @@ class CapturedCall:
         saved = _Saved(call.states)
         try:
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(0 if warm else WARM_UPS):
-                    function(*args, **kwargs)
-                    saved.restore()
-            torch.cuda.current_stream().wait_stream(stream)
+            try:
+                with torch.cuda.stream(stream):
+                    for _ in range(0 if warm else WARM_UPS):
+                        function(*args, **kwargs)
+                        saved.restore()
+            finally:  # what a failed warm-up has launched must end before the states are restored
+                torch.cuda.current_stream().wait_stream(stream)
             self.recording, outputs = record(
                 function, args, kwargs, pool=pool, stream=stream, cut=cut, padded_rows=step.padded_rows
             )
@@ -105,6 +115,8 @@ class CapturedCall:
         leaves, self._spec = pytree.tree_flatten(outputs)
         for leaf in leaves:
             describe(leaf, "an output", sizes=True)
+            if isinstance(leaf, Tensor) and not leaf.is_cuda:
+                raise UnsupportedCallError("an output is a tensor on the CPU; a replay would not compute it again")
         # Outputs are copied out right after a replay, so the pool may give their memory to the next capture.
         self._outputs = [
             call.states.index(leaf) if is_state(leaf) else non_owning(leaf) if isinstance(leaf, Tensor) else leaf
@@ -151,7 +163,8 @@ class GraphRunner:
     """Captures each kind of call once and replays it from then on.
 
     A captured call reads and writes the tensors of the states that it was captured with, and is dropped with them. What
-    else the callable reads (weights) may change in place, but must stay where it was at the capture.
+    else the callable reads (weights) may change in place, but must stay where it was at the capture. Replays share
+    buffers and a memory pool: use a runner, and all that share its memory, from one thread and one stream.
 
     Args:
         function: the compiled callable. A call must not synchronise with the host, outside of split ops.
@@ -178,10 +191,11 @@ class GraphRunner:
         call = Call(step.args, step.kwargs, step.bucket)
         with torch.cuda.device(_device(call)):
             captured = self.captured(step, call)
-            self.stats.replayed += 1
-            self.stats.replayed_segments += captured.recording.segments
-            self.stats.replayed_breaks += captured.recording.breaks
-            return captured.replay(step, call)
+            outputs = captured.replay(step, call)
+        self.stats.replayed += 1
+        self.stats.replayed_segments += captured.recording.segments
+        self.stats.replayed_breaks += captured.recording.breaks
+        return outputs
 
     def rerun(self, step: Step) -> Any:
         """``__call__`` without a graph but on the graph's buffers, to compare with bit for bit."""
@@ -191,13 +205,15 @@ class GraphRunner:
 
     def captured(self, step: Step, call: Call) -> CapturedCall:
         """The captured call that serves this one; captures it when there is none."""
-        if call.key not in self._calls:
-            self._calls[call.key] = self._capture(step, call)
+        key = (call.key, _modes())
+        captured = self._calls.get(key)
+        if captured is None:
+            captured = self._calls[key] = self._capture(step, call)
             if len(self._calls) > self.max_calls:
                 self._calls.popitem(last=False)
                 self.stats.dropped += 1
-        self._calls.move_to_end(call.key)
-        return self._calls[call.key]
+        self._calls.move_to_end(key)
+        return captured
 
     def _capture(self, step: Step, call: Call) -> CapturedCall:
         kind = _kind(call)
@@ -221,26 +237,35 @@ class GraphRunner:
     def forget(self, state_id: int) -> None:
         """Drops the captured calls of a state."""
         self._states.discard(state_id)
-        for key in [key for key in self._calls if ("state", state_id) in key[1]]:
-            del self._calls[key]
-            self.stats.dropped += 1
+        for key in list(self._calls):  # dropping a call may drop the last reference to another state
+            (_, described, *_), _ = key
+            if ("state", state_id) in described and self._calls.pop(key, None) is not None:
+                self.stats.dropped += 1
 
 
 def _kind(call: Call) -> tuple:
     """What calls share of which one warm-up is enough: the key, but any state of the same signature."""
     structure, described, facts, bucket = call.key
     kinds = tuple(leaf.signature() if is_state(leaf) else d for leaf, d in zip(call.leaves, described))
-    return structure, kinds, facts, bucket, torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    return structure, kinds, facts, bucket, _modes()
+
+
+def _modes() -> tuple:
+    """What of the surroundings of a call a trace depends on."""
+    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+    return torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast
 
 
 def _device(call: Call) -> torch.device:
-    """Raises ValueError when no tensor says where the call runs."""
-    tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
-    tensors += [tensor for state in call.states for tensor in state.advanced_tensors()]
-    for tensor in tensors:
-        if tensor.is_cuda:
-            return tensor.device
-    raise ValueError("no argument is a tensor on a GPU; CUDA graphs need one")
+    """Where the call runs.
+
+    Raises:
+        UnsupportedCallError: a tensor on the CPU (a graph would keep the value it had at the capture), or none at all.
+    """
+    tensors = call.tensors + [tensor for state in call.states for tensor in state.advanced_tensors()]
+    if not tensors or not all(tensor.is_cuda for tensor in tensors):
+        raise UnsupportedCallError("CUDA graphs take tensors on a GPU, at least one and no other")
+    return tensors[0].device
 
 
 def _forget(runner: "weakref.ref[GraphRunner]", state_id: int) -> None:

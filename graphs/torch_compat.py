@@ -39,7 +39,7 @@ def cause_of_failed_compile(error: Exception) -> Exception:
 
 def graph_breaks() -> int:
     """Graph breaks that Dynamo has met in this process so far."""
-    return sum(torch._dynamo.utils.counters["graph_break"].values())
+    return sum(graph_break_reasons().values())
 
 
 def mark_tokens_dynamic(tensor: torch.Tensor, dim: int) -> None:

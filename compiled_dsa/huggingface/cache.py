@@ -10,6 +10,7 @@ count of columns is read back from the device when it is next asked for.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -52,7 +53,13 @@ class PagedLayer(CacheLayerMixin):
 
 
 def _cached_sizes(c: DSAConfig) -> tuple:
-    return c.kv_lora_rank, c.qk_rope_head_dim, c.index_head_dim, c.index_topk, c.index_format, c.index_shared, c.window
+    latents = c.kv_lora_rank, c.qk_rope_head_dim, c.kv_source, c.window
+    return *latents, c.index_head_dim, c.index_topk, c.index_format, c.index_shared
+
+
+def _stored(c: DSAConfig) -> DSAConfig:
+    """The config of what a layer stores: no latents, in pools of width 0, where it attends another layer's."""
+    return c if c.kv_source is None else replace(c, kv_lora_rank=0, qk_rope_head_dim=0)
 
 
 class PagedCache(Cache):
@@ -135,7 +142,7 @@ class PagedCache(Cache):
         latent_dtype, index_dtype = self._dtypes
         pages = -(-self.max_cache_len // PAGE)
         pool = PagePool(
-            self.layer_configs,
+            [_stored(c) for c in self.layer_configs],
             num_pages=self.max_batch_size * pages,
             max_requests=self.max_batch_size,
             max_len=self.max_cache_len,
@@ -289,6 +296,8 @@ class PagedCache(Cache):
         batch, pools = self._batch, self.pool.layers[layer_idx]
         if pools.latents.device != hidden_states.device:
             raise ValueError(f"hidden states are on {hidden_states.device}; PagedCache lies on {pools.latents.device}")
+        if (source := self.layer_configs[layer_idx].kv_source) is not None:
+            pools = LayerPools(self.pool.layers[source].latents, pools.index_keys)
         if layer_idx == len(self.layers) - 1:
             self._batch = None
         return batch, pools

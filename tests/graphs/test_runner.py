@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from compiled_dsa.graphs.buffers import CaptureError
+from compiled_dsa.graphs.buffers import CaptureError, UnsupportedCallError
 from compiled_dsa.graphs.runner import GraphRunner, Step
 from tests.graphs.toys import SEEN, Counter, append_and_sum, running_sum, scale_rows_in_place, two_layers
 
@@ -141,7 +141,8 @@ def test_buckets_share_a_pool_and_each_replays_its_own():
 
 def test_the_pool_of_many_buckets_is_little_more_than_that_of_the_largest():
     weight = torch.randn(4, 4, device="cuda")
-    sizes = [1 << k for k in range(8, 20)]
+    # together 3.4 times the largest
+    sizes = [size << 10 for size in (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)]
     pools = []
     for held in (sizes[-1:], sizes):
         runner = GraphRunner(two_layers, cut=True)
@@ -221,6 +222,22 @@ def test_a_side_stream_joined_before_a_break_is_part_of_the_segment_and_one_left
 def test_an_output_that_no_graph_can_hold_is_refused():
     with pytest.raises(CaptureError, match="an output is a set"):
         GraphRunner(lambda x: {1, 2}, cut=False)(Step((torch.ones(1, device="cuda"),), {}))
+
+
+def test_tensors_on_the_cpu_are_refused():
+    runner, x = GraphRunner(lambda x, scale: x * scale, cut=False), torch.ones(2, device="cuda")
+    with pytest.raises(UnsupportedCallError, match="tensors on a GPU"):
+        runner(Step((x, torch.tensor(0.7)), {}))
+    with pytest.raises(UnsupportedCallError, match="output"):
+        GraphRunner(lambda x: torch.ones(2), cut=False)(Step((x,), {}))
+
+
+def test_autocast_is_part_of_the_kind_of_a_call():
+    runner, x = GraphRunner(lambda x: x @ x, cut=False), torch.randn(8, 8, device="cuda")
+    assert runner(Step((x,), {})).dtype == torch.float32
+    with torch.autocast("cuda", torch.bfloat16):
+        assert runner(Step((x,), {})).dtype == torch.bfloat16
+    assert runner.stats.captured == 2
 
 
 def test_an_input_that_does_not_fit_is_refused_by_name():

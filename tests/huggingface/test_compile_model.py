@@ -7,6 +7,7 @@ import torch
 
 from compiled_dsa import compile_model
 from compiled_dsa.compile import GraphMissError
+from compiled_dsa.custom_ops import Op
 from compiled_dsa.huggingface import PagedCache
 from tests.huggingface.tiny_models import INDEX_TOPK, Pair, left_padding, prompt, small_pair
 
@@ -148,3 +149,25 @@ def test_piecewise_cuts_at_the_split_ops_and_gives_the_same_tokens():
     stats = pair.ours.graph_stats()
     # prefill: one of two layers selects, both attend: three cuts; decode has none
     assert (stats["graphs"], stats["compiles"], stats["pieces"]) == ("piecewise", 2, 4 + 1)
+
+
+def test_a_forward_that_fails_half_way_is_forgotten(monkeypatch):
+    pair = compiled_pair("deepseek_v32")
+    ids, cache = prompt(2, 40), PagedCache(pair.config, 2, 64)
+    check = Op.check_all
+
+    def failing(op, *args):
+        if op.name == "mla_prefill":
+            raise torch.OutOfMemoryError("no scratch")
+        check(op, *args)
+
+    with torch.no_grad():
+        pair.ours(ids[:, :20], past_key_values=cache)
+        monkeypatch.setattr(Op, "check_all", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            pair.ours(ids[:, 20:], past_key_values=cache)
+        monkeypatch.undo()
+        assert cache.get_seq_length() == 20
+        got = pair.ours(ids[:, 20:], past_key_values=cache).logits
+        torch.testing.assert_close(got, pair.stock(ids).logits[:, 20:], rtol=1e-4, atol=1e-4)
+    assert cache.get_seq_length() == int(cache.columns_on_device()) == 40

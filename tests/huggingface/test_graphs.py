@@ -33,7 +33,7 @@ SIZES = {
 }
 
 
-TOKEN_SIZES = (16, 48)
+TOKEN_SIZES = (16, 48, 96)
 LAYERS = SIZES["num_hidden_layers"]
 
 
@@ -89,30 +89,63 @@ def test_every_runtime_gives_the_tokens_of_the_compiled_code(graphs):
 
 def test_prefills_beyond_the_buckets_and_other_caches_run_without_a_graph_and_say_why():
     plain, graphed = models("deepseek_v32", "off", "auto")
-    prompt = torch.randint(1, 128, (1, 60), device="cuda")
+    prompt = torch.randint(1, 128, (1, 100), device="cuda")
     assert torch.equal(tokens(graphed, prompt, 5), tokens(plain, prompt, 5))
     with torch.no_grad():
         graphed(prompt)
-    assert graphed.graph_stats()["reasons"] == {"more than 48 tokens": 1, "no PagedCache and no Batch": 1}
+    assert graphed.graph_stats()["reasons"] == {"more than 96 tokens": 1, "no PagedCache and no Batch": 1}
+
+
+def test_the_forward_on_the_buffers_of_a_graph_gives_the_same_bits():
+    (graphed,) = models("deepseek_v32", "breakable")
+    prompt = torch.randint(1, 128, (1, 60), device="cuda")
+    logits = []
+    for forward in (graphed, graphed.run_padded):
+        cache = PagedCache(graphed.config, 1, 128, index_dtype=torch.float32)
+        with torch.no_grad():
+            logits += [forward(part, past_key_values=cache).logits for part in prompt.split([40, 1, 19], dim=1)]
+        assert cache.get_seq_length() == int(cache.columns_on_device()) == 60
+    assert all(torch.equal(a, b) for a, b in zip(logits[:3], logits[3:]))
+
+
+def test_slices_of_a_longer_prompt_replay_one_graph():
+    (graphed,) = models("deepseek_v32", "auto")
+    ids, cache = torch.randint(1, 128, (2, 60), device="cuda"), PagedCache(graphed.config, 2, 64)
+    with torch.no_grad():
+        graphed(ids[:, :40], past_key_values=cache)
+        for column in range(40, 50):
+            graphed(ids[:, column : column + 1], past_key_values=cache)  # strides of the whole prompt
+    assert graphed.graph_stats()["captured"] == 2
+
+
+def test_a_call_that_no_graph_can_hold_runs_without_and_others_go_on():
+    (graphed,) = models("deepseek_v32", "auto")
+    ids, cache = torch.randint(1, 128, (1, 60), device="cuda"), PagedCache(graphed.config, 1, 64)
+    with torch.no_grad():
+        graphed(ids[:, :20], past_key_values=cache, unknown={1, 2})
+        graphed(ids[:, 20:40], past_key_values=cache)
+    stats = graphed.graph_stats()
+    assert (stats["graphs"], stats["uncaptured"], stats["replayed"]) == ("auto", 1, 1)
+    assert list(stats["reasons"]) == ["an argument is a set; a graph takes tensors, constants and states"]
 
 
 def test_misses_after_the_warm_up_raise():
     (graphed,) = models("deepseek_v32", "auto", on_miss="raise")
-    prompt = torch.randint(1, 128, (1, 60), device="cuda")
+    prompt = torch.randint(1, 128, (1, 100), device="cuda")
     cache = PagedCache(graphed.config, 1, 128, index_dtype=torch.float32)
 
     def generate(length: int):
         cache.reset()
         graphed.generate(prompt[:, :length], max_new_tokens=3, do_sample=False, past_key_values=cache)
 
-    assert list(graphed.warm_up(generate, TOKEN_SIZES, progress=False)) == [48, 16]
+    assert list(graphed.warm_up(generate, TOKEN_SIZES, progress=False)) == [96, 48, 16]
     graphed.end_warm_up()
-    for length in (48, 37, 16, 12):
+    for length in (60, 48, 37, 16, 12):
         generate(length)
     stats = graphed.graph_stats()
     assert (stats["recompiles"], stats["uncaptured"]) == (0, 0)
-    with pytest.raises(RuntimeError, match="more than 48 tokens"):
-        generate(60)
+    with pytest.raises(RuntimeError, match="more than 96 tokens"):
+        generate(97)
     generate(40)  # and goes on
 
 
@@ -121,7 +154,9 @@ def test_beams_and_prompt_lookup_replay():
     prompt = torch.randint(1, 128, (1, 40), device="cuda").repeat(1, 2)
     for kwargs in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
         assert torch.equal(tokens(graphed, prompt, 24, **kwargs), tokens(plain, prompt, 24, **kwargs))
-    assert graphed.graph_stats()["replayed"] > 24
+    stats = graphed.graph_stats()
+    assert stats["replayed"] > 24 and stats["uncaptured"] == 0
+    assert stats["captured"] <= 8  # prefill, decode and verifications of 2 to 4 tokens
 
 
 def test_a_full_cache_raises_before_a_replay():

@@ -14,7 +14,7 @@ from tests.huggingface.tiny_models import MODEL_TYPES, left_padding, prompt, sma
 
 
 def planner(max_cache_len: int | None = None) -> Planner:
-    return Planner(Buckets("token_sizes", (16, 48, 64)), Buckets("batch_sizes", (2, 4)), max_cache_len)
+    return Planner(Buckets("token_sizes", (16, 48, 64, 96)), Buckets("batch_sizes", (2, 4)), max_cache_len)
 
 
 def run_padded(forward, step):
@@ -58,7 +58,7 @@ def test_generation_through_buckets_is_that_of_the_stock_model(model_type):
         assert torch.equal(got, pair.stock.generate(ids, **options))
         assert cache.get_seq_length() == length + 4 == int(cache.columns_on_device())
     prefills = [bucket for kind, bucket in seen if kind != DECODE]
-    assert prefills == [(1, 48, 1), (2, 48, 1), (2, 48, 1), "more than 64 tokens"]
+    assert prefills == [(1, 48, 1), (2, 48, 1), (2, 48, 1), "more than 96 tokens"]
     assert [kind for kind, _ in seen].count(DECODE) == 16
 
 
@@ -71,7 +71,7 @@ def test_outputs_are_cropped_and_chunks_follow_each_other():
         cache = PagedCache(pair.config, 2, 80)
         parts = [pair.ours(ids[:, part], past_key_values=cache, output_hidden_states=True)
                  for part in (slice(0, 30), slice(30, 41), slice(41, 60))]  # fmt: skip
-    assert [bucket for _, bucket in seen] == [(2, 48, 0), (2, 16, 0), (2, 48, 0)]
+    assert [bucket for _, bucket in seen] == [(2, 48, None), (2, 16, None), (2, 48, None)]
     torch.testing.assert_close(torch.cat([p.logits for p in parts], 1), want.logits, rtol=1e-4, atol=1e-4)
     hidden = torch.cat([p.hidden_states[1] for p in parts], 1)
     torch.testing.assert_close(hidden, want.hidden_states[1], rtol=1e-4, atol=1e-4)
@@ -97,14 +97,15 @@ def test_padding_stores_nothing():
 
 def lengths(q_len, kv_len, rows, kind=PREFILL, columns=2) -> Batch:
     table = torch.arange(len(q_len) * columns, dtype=torch.int32).view(len(q_len), columns)
-    return Batch.from_lengths(torch.tensor(q_len), torch.tensor(kv_len), table, rows, kind=kind)
+    q_len, kv_len = (torch.tensor(x, dtype=torch.int64) for x in (q_len, kv_len))
+    return Batch.from_lengths(q_len, kv_len, table, rows, kind=kind)
 
 
 def test_a_batch_is_padded_in_rows_requests_and_pages():
     batch = lengths([3, 2], [10, 4], 5)
     ids = torch.arange(1, 6)
     kind, step = planner(max_cache_len=256).plan((ids,), {"batch": batch})
-    assert (kind, step.bucket, step.rows, step.padded_rows) == (PREFILL, (16, 4), 5, 16)
+    assert (kind, step.bucket, step.rows, step.padded_rows) == (PREFILL, (16, 4, ((16,),)), 5, 16)
     padded_ids, padded = run_padded(lambda ids, batch: (ids, batch), step)
     assert padded_ids.tolist() == [1, 2, 3, 4, 5]  # cropped
     call = Call(step.args, step.kwargs, step.bucket)
@@ -126,7 +127,44 @@ def test_a_batch_is_padded_in_rows_requests_and_pages():
 
 def test_a_decode_batch_is_padded_to_whole_requests():
     _, step = planner().plan((lengths([2, 2, 2], [9, 5, 70], 6, DECODE),), {})
-    assert (step.bucket, step.rows, step.padded_rows) == ((8, 4), 6, 8)
+    assert (step.bucket, step.rows, step.padded_rows) == ((8, 4, ()), 6, 8)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kind", "rows", "requests"),
+    [([3, 2], PREFILL, 16, 4), ([1, 1], PREFILL, 16, 4), ([1, 1, 1], DECODE, 4, 4), ([2, 2, 2], DECODE, 8, 4)],
+)
+def test_tensors_of_rows_and_of_requests_are_padded_and_cropped(q_len, kind, rows, requests):
+    T, B = sum(q_len), len(q_len)
+    per_row, per_request, other = torch.rand(T), torch.rand(B, 3), torch.rand(7)
+    seen = []
+
+    def forward(batch, per_row, per_request, other):
+        seen.extend(t.shape[0] for t in (batch.visible, batch.kv_len, per_row, other))
+        return per_row * 2, per_request * 2, other * 2
+
+    _, step = planner().plan((lengths(q_len, [9] * B, T, kind), per_row, per_request, other), {})
+    got = run_padded(forward, step)
+    assert seen == [rows, requests, rows, 7]
+    for result, given in zip(got, (per_row, per_request, other)):
+        assert torch.equal(result, given * 2)
+
+
+def test_rows_and_requests_are_told_apart_by_their_sizes():
+    plan = Planner(Buckets("token_sizes", (4,)), Buckets("batch_sizes", (4,)), None)
+    _, step = plan.plan((lengths([2, 1], [5, 5], 3),), {})
+    assert step.bucket[:2] == (4, 5)
+    got = run_padded(lambda batch: (batch.visible, batch.kv_len), step)
+    assert [t.shape[0] for t in got] == [3, 2]
+
+
+def test_calls_that_pad_other_arguments_do_not_share_a_graph():
+    def key(weights: int):
+        batch = lengths([3, 2], [10, 4], 5)
+        return planner().plan((batch, torch.zeros(weights, 2)), {})[1].bucket
+
+    assert key(7) == key(7) != key(8)
+    assert key(5) != key(7)
 
 
 def test_a_wider_page_table_is_refused():
@@ -140,13 +178,52 @@ def test_a_wider_page_table_is_refused():
     ("batch", "reason"),
     [
         (lengths([1] * 5, [1] * 5, 5, DECODE), "more than 4 requests"),
-        (lengths([65], [65], 65, columns=2), "more than 64 rows"),
+        (lengths([97], [97], 97, columns=2), "more than 96 rows"),
+        (lengths([], [], 0), "no rows"),
+        (Batch.idle(0, 0, 1, "cpu", kind=DECODE, skip_scores=True), "no rows"),
         (lengths([2, 1], [2, 1], 3, DECODE), "3 rows of 2 requests"),
     ],
 )
 def test_what_fits_no_bucket_says_why(batch, reason):
     with pytest.raises(NoBucket, match=reason):
         planner().plan((batch,), {})
+
+
+def test_two_batches_fit_no_bucket():
+    batch = lengths([3], [3], 3)
+    with pytest.raises(NoBucket, match="more than one Batch"):
+        planner().plan((batch,), {"draft": batch})
+
+
+@pytest.mark.parametrize("keep", [0, 1, 5, 50, -3, torch.tensor([4]), torch.tensor([-1, 0])])
+def test_kept_logits_are_those_of_the_columns_asked_for(keep):
+    pair = small_pair("deepseek_v32")
+    ids, cache = prompt(2, 20), PagedCache(small_pair("deepseek_v32").config, 2, 80)
+    pad_forwards(pair.ours)
+    with torch.no_grad():
+        got = pair.ours(ids, past_key_values=cache, logits_to_keep=keep).logits
+        want = pair.stock(ids, logits_to_keep=keep).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_kept_logits_that_cannot_be_padded_fit_no_bucket():
+    pair = small_pair("deepseek_v32")
+    seen = pad_forwards(pair.ours)
+    with torch.no_grad():
+        pair.ours(prompt(1, 20), past_key_values=PagedCache(pair.config, 1, 80), logits_to_keep=torch.ones(20).bool())
+    assert seen == [("none", "logits_to_keep is neither a number nor a list of columns")]
+
+
+def test_embeddings_are_padded_whatever_their_positions_are():
+    pair = small_pair("deepseek_v32")
+    embeds = pair.ours.get_input_embeddings()(prompt(2, 20)).detach()
+    seen, positions = pad_forwards(pair.ours), torch.arange(20).unsqueeze(0)
+    with torch.no_grad():
+        cache = PagedCache(pair.config, 2, 80)
+        got = pair.ours(inputs_embeds=embeds, position_ids=positions, past_key_values=cache).logits
+        want = pair.stock(inputs_embeds=embeds, position_ids=positions).logits
+    assert seen == [(PREFILL, (2, 48, None))]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (3, -1), (1.5,)])
