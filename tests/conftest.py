@@ -46,20 +46,28 @@ class Backend:
     def interpreted(self) -> bool:
         return self.provider == "triton" and self.device == "cpu"
 
+    @property
+    def library(self) -> bool:
+        """Is it a provider that serves some ops, and of these some sizes, only?"""
+        return self.provider in _LIBRARIES
+
     def __call__(self, name: str, *args) -> None:
         from compiled_dsa.custom_ops import OPS
 
         reason = OPS[name].refusal(self.provider, *args)
-        if self.interpreted and reason and "interpreter" in reason:
-            pytest.skip(reason)  # any other refusal is an error, and the call says so
+        skipped = self.library or (self.interpreted and "interpreter" in (reason or ""))
+        if reason and skipped:
+            pytest.skip(f"{self.provider}: {reason}")  # any other refusal is an error, and the call says so
         OPS[name].overload(*args, provider=self.provider)
 
 
 _GPU = pytest.mark.gpu
+_LIBRARIES = ("deep_gemm", "flash_mla", "flashinfer", "torch")
 _BACKENDS = [
     pytest.param(Backend("reference", "cpu"), id="reference-cpu"),
     pytest.param(Backend("reference", "cuda"), id="reference-cuda", marks=_GPU),
     pytest.param(Backend("triton", "cuda"), id="triton-cuda", marks=_GPU),
+    *(pytest.param(Backend(name, "cuda"), id=f"{name}-cuda", marks=_GPU) for name in _LIBRARIES),
 ]
 if not CUDA:
     _BACKENDS.insert(1, pytest.param(Backend("triton", "cpu"), id="triton-cpu"))

@@ -1,0 +1,124 @@
+"""One small call of every kernel of ours, for compute-sanitizer. On a GPU, from the top of the checkout:
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck --error-exitcode 1 python -m pytest -m gpu tests/ops/test_sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python -m pytest -m gpu tests/ops/test_sanitize.py
+
+Without torch's caching every tensor is an allocation of its own, so that reads past its end are seen; no size here is a
+multiple of a kernel's block.
+"""
+
+import pytest
+import torch
+
+from compiled_dsa.cli.overview import sample_arguments
+from compiled_dsa.custom_ops import OPS
+from compiled_dsa.custom_ops.layout import FP8
+from compiled_dsa.testing import (
+    check_topk,
+    index_scores_oracle,
+    random_index_pool,
+    random_latent_pool,
+    random_page_table,
+)
+
+pytestmark = pytest.mark.gpu
+
+T = 5
+ops = torch.ops.compiled_dsa
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+@pytest.fixture(autouse=True)
+def finished():
+    """Errors of a kernel come up in the test that launched it."""
+    yield
+    torch.cuda.synchronize()
+
+
+def random(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("pool_dtype", [FP8, torch.bfloat16])
+def test_stores(pool_dtype):
+    slots = torch.tensor([0, -1, 191, 192, 64], device="cuda")
+    latents, keys = random_latent_pool(3, 512, 64, pool_dtype, "cuda"), random_index_pool(3, 128, pool_dtype, "cuda")
+    ops.store_latents(latents, random(T, 512), random(T, 64), slots)
+    ops.store_index_keys(keys, random(T, 128), slots, False)
+
+
+def test_batch_metadata():
+    ops.batch_metadata(*sample_arguments("batch_metadata", torch.bfloat16, torch.device("cuda")))
+
+
+@pytest.mark.parametrize("pool_dtype", [FP8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["index_topk_decode", "index_topk_prefill"])
+@pytest.mark.parametrize("columns", [3, 300])
+def test_index_topk(pool_dtype, name, columns):
+    """Short rows, and rows so long that they are narrowed down by maxima first."""
+    table = random_page_table(2, columns, 2 * columns + 1, "cuda")
+    pool = random_index_pool(2 * columns + 1, 64, pool_dtype, "cuda")
+    longest = 64 * columns
+    rows = (table, int32(0, 0, 1, 1, 1), int32(longest, 0, 7, longest - 3, 100))
+    q, weights, chosen = random(T, 24, 64, dtype=pool_dtype), random(T, 24, dtype=torch.float32), int32(*[0] * 33 * T)
+    chosen = chosen.view(T, 33)
+    args = (q, weights, pool, *rows, chosen, True)
+    OPS[name].overload(*args, *([1 << 20] if name == "index_topk_prefill" else []), provider="triton")
+    check_topk(chosen, rows[2], *index_scores_oracle(q, weights, pool, *rows))
+
+
+def selection(pages: int, paged: bool) -> tuple:
+    topk = torch.stack([torch.randperm(pages * 64, device="cuda")[:135] for _ in range(T)]).int()
+    topk[:, 7], topk[1, 20:] = -1, 2**31 - 1
+    table = random_page_table(2, 3, pages, "cuda")
+    return None if paged else topk, int32(135, 20, 0, 64, 129), table, int32(0, 1, 1, 0, 1)
+
+
+@pytest.mark.parametrize("pool_dtype", [FP8, torch.bfloat16])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(("H", "sinks"), [(9, True), (64, False)])
+def test_attention(pool_dtype, paged, H, sinks):
+    """64 heads in bf16 are the Gluon kernel's on Hopper, also over an fp8 pool that is small beside the selection."""
+    pool = random_latent_pool(6, 512, 64, pool_dtype, "cuda")
+    args = (pool, *selection(6, paged))
+    sink = random(H, dtype=torch.float32) if sinks else None
+    out, lse = random(T, H, 512), random(T, H, dtype=torch.float32)
+    ops.sparse_mla_decode(random(T, H, 512), random(T, H, 64), *args, 0.05, sink, out, lse, provider="triton")
+    assert out.isfinite().all()
+    kv_b, values = random(H, 72, 512) * 0.05, random(T, H, 40)
+    ops.mla_prefill(random(T, H, 32), random(T, H, 64), *args, kv_b, 0.05, sink, values, 1 << 24, provider="triton")
+    assert values.isfinite().all()
+
+
+def test_fp8_pool_dequantised_whole():
+    """The selection is worth a pass over the pool: 3 rows of 320 lanes, a pool of 192 tokens."""
+    from compiled_dsa.custom_ops.kernels.mla_prefill import dequantise, worth_dequantising
+
+    pool = random_latent_pool(3, 512, 64, FP8, "cuda")
+    assert worth_dequantising(pool, 512, 64, 3 * 320, 1 << 24)
+    assert dequantise(pool, 512, 64).isfinite().all()
+
+
+def test_what_stands_around_libraries():
+    """The adapters' kernels, which the providers of libraries launch."""
+    from compiled_dsa.custom_ops.kernels import adapters
+
+    table = random_page_table(2, 5, 11, "cuda")
+    table[1, 2] = 11
+    rows = (table, int32(0, 0, 1, 1, 1), int32(320, 0, 7, 317, 100))
+    adapters.rows_of_pages(*rows, 11, 33)
+    for group in (0, 4):
+        scores, maxima = random(T, 320, dtype=torch.float32), random(T, 80, dtype=torch.float32)
+        adapters.mark_pages(scores, maxima, *rows, 11, 33, group)
+    adapters.order_scores(scores, rows[2], 33)
+    chosen = torch.zeros(T, 33, dtype=torch.int32, device="cuda")
+    adapters.write_positions(scores.topk(33).indices, scores, *rows, chosen, 11)
+    topk, count, _, _ = selection(6, False)
+    adapters.clean_ids(topk, count, 6, 64)
+    adapters.write_attention(
+        random(T, 64, 512), random(T, 64, dtype=torch.float32), random(T, 9, 512), random(T, 9, dtype=torch.float32)
+    )
