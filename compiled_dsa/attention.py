@@ -16,7 +16,7 @@ from compiled_dsa.custom_ops.mla_prefill import mla_prefill
 from compiled_dsa.custom_ops.sparse_mla import sparse_mla_decode
 from compiled_dsa.custom_ops.store_latents import store_latents
 from compiled_dsa.indexer import Indexer
-from compiled_dsa.rope import rotate
+from compiled_dsa.rope import SoftmaxScaling, query_factors, rotate
 
 
 class RMSNorm(nn.Module):
@@ -37,11 +37,11 @@ class RMSNorm(nn.Module):
 class Projections:
     """What a layer makes of its rows before any key is read."""
 
-    q_lora: Tensor  # [T, q_lora_rank], after its norm
+    q_lora: Tensor | None  # [T, q_lora_rank], after its norm; None in a model without
     q_nope: Tensor  # [T, H, N]
     q_rope: Tensor  # [T, H, R]
-    latents: Tensor  # [T, L], after their norm
-    k_rope: Tensor  # [T, R]
+    latents: Tensor | None  # [T, L], after their norm; None in a layer that attends another's
+    k_rope: Tensor | None  # [T, R], likewise
     gate: Tensor | None  # [T, H, V] or [T, H, 1] before the sigmoid, or None
 
 
@@ -56,16 +56,22 @@ class SparseAttention(nn.Module):
         super().__init__()
         kw = {"device": device, "dtype": dtype}
         c = self.dsa_config = config
-        self.q_a_proj = nn.Linear(c.hidden_size, c.q_lora_rank, bias=c.attention_bias, **kw)
-        self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.latent_norm_eps, **kw)
-        if c.output_gate == "query":
+        if c.q_lora_rank is not None:
+            self.q_a_proj = nn.Linear(c.hidden_size, c.q_lora_rank, bias=c.attention_bias, **kw)
+            self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.latent_norm_eps, **kw)
+        if c.q_lora_rank is None:
+            self.q_proj = nn.Linear(c.hidden_size, c.num_heads * c.qk_head_dim, bias=False, **kw)
+        elif c.output_gate == "query":
             out_features = c.num_heads * (c.qk_head_dim + c.v_head_dim)
             self.q_gate_proj = nn.Linear(2 * c.q_lora_rank, out_features, bias=False, **kw)
         else:
             self.q_b_proj = nn.Linear(c.q_lora_rank, c.num_heads * c.qk_head_dim, bias=False, **kw)
-        latent_features = c.kv_lora_rank + c.qk_rope_head_dim
-        self.kv_a_proj_with_mqa = nn.Linear(c.hidden_size, latent_features, bias=c.attention_bias, **kw)
-        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.latent_norm_eps, **kw)
+        if c.query_scaling:
+            self.softmax_scaling = SoftmaxScaling(c.num_heads, **kw)
+        if c.kv_source is None:
+            latent_features = c.kv_lora_rank + c.qk_rope_head_dim
+            self.kv_a_proj_with_mqa = nn.Linear(c.hidden_size, latent_features, bias=c.attention_bias, **kw)
+            self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.latent_norm_eps, **kw)
         if c.k_rope_norm:
             self.k_rope_only_layernorm = RMSNorm(c.qk_rope_head_dim, c.latent_norm_eps, **kw)
         kv_features = c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
@@ -79,33 +85,56 @@ class SparseAttention(nn.Module):
         self.o_proj = nn.Linear(c.num_heads * c.v_head_dim, c.hidden_size, bias=c.attention_bias, **kw)
         self.indexer = None if c.index_shared else Indexer(c, **kw)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor, *, deinterleave: bool = False) -> Projections:
-        """Projections of hidden states [T, hidden]. ``deinterleave``: rope values in Hugging Face's order (rope.py)."""
+    def project(
+        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, deinterleave: bool = False
+    ) -> Projections:
+        """Projections of hidden states [T, hidden].
+
+        ``positions``: int [T], read with ``query_scaling`` only. ``deinterleave``: rope values in Hugging Face's order
+        (rope.py).
+        """
         c = self.dsa_config
-        q_compressed = self.q_a_proj(x)
-        q_lora = _scaled(self.q_a_layernorm(q_compressed), c.q_lora_scale)
-        if c.output_gate == "query":
-            q_gate = self.q_gate_proj(torch.cat([q_lora, q_compressed], dim=-1))
-            q, gate = q_gate.unflatten(-1, (-1, c.qk_head_dim + c.v_head_dim)).split([c.qk_head_dim, c.v_head_dim], -1)
+        q, q_lora, gate = self._queries(x)
+        q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        q_rope = self._rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1), deinterleave)
+        if c.query_scaling:
+            factors = query_factors(self.softmax_scaling, positions, q.dtype)
+            q_nope, q_rope = q_nope * factors, q_rope * factors
+        if c.kv_source is not None:
+            return Projections(q_lora, q_nope, q_rope, None, None, gate)
+        latents, k_rope = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        latents = _scaled(self.kv_a_layernorm(latents), c.latent_scale)
+        if c.k_rope_norm:
+            k_rope = self.k_rope_only_layernorm(k_rope)
+        return Projections(q_lora, q_nope, q_rope, latents, self._rotate(k_rope, cos, sin, deinterleave), gate)
+
+    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Queries [T, H, N+R] before the rope, q_lora and the output gate of hidden states [T, hidden]."""
+        c = self.dsa_config
+        q_lora = gate = None
+        if c.q_lora_rank is None:
+            q = self.q_proj(x).unflatten(-1, (-1, c.qk_head_dim))
         else:
-            q, gate = self.q_b_proj(q_lora).unflatten(-1, (-1, c.qk_head_dim)), None  # [T, H, N+R]
+            q_compressed = self.q_a_proj(x)
+            q_lora = _scaled(self.q_a_layernorm(q_compressed), c.q_lora_scale)
+            if c.output_gate == "query":
+                q_gate = self.q_gate_proj(torch.cat([q_lora, q_compressed], dim=-1))
+                q_gate = q_gate.unflatten(-1, (-1, c.qk_head_dim + c.v_head_dim))
+                q, gate = q_gate.split([c.qk_head_dim, c.v_head_dim], dim=-1)
+            else:
+                q = self.q_b_proj(q_lora).unflatten(-1, (-1, c.qk_head_dim))
         if c.output_gate == "value":
             gate = self.gate_proj(x).unflatten(-1, (-1, c.v_head_dim))
         elif c.output_gate == "head":
             gate = self.g_proj(x).unsqueeze(-1)
-        q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        latents, k_rope = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-        if c.k_rope_norm:
-            k_rope = self.k_rope_only_layernorm(k_rope)
-        pairs = {"interleaved": c.rope_interleaved, "deinterleave": deinterleave}
-        return Projections(
-            q_lora=q_lora,
-            q_nope=q_nope,
-            q_rope=rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1), **pairs).to(x.dtype),  # angles may be in fp32
-            latents=_scaled(self.kv_a_layernorm(latents), c.latent_scale),
-            k_rope=rotate(k_rope, cos, sin, **pairs).to(x.dtype),
-            gate=gate,
-        )
+        return q, q_lora, gate
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, deinterleave: bool) -> Tensor:
+        """x [..., R] in its dtype; the angles may be in a wider one."""
+        c = self.dsa_config
+        if not c.qk_rope_head_dim:
+            return x
+        return rotate(x, cos, sin, interleaved=c.rope_interleaved, deinterleave=deinterleave).to(x.dtype)
 
     def attend(self, p: Projections, batch: Batch, latent_pool: Tensor, topk: Tensor | None) -> Tensor:
         """Attention [T, hidden] of the rows over the tokens of ``topk``, or over all visible ones when it is None."""
@@ -139,16 +168,18 @@ class SparseAttention(nn.Module):
         pools: LayerPools,
         prev_topk: Tensor | None = None,
         window_start: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Stores the rows' keys in the pools, selects, attends.
 
         Args:
             x: [T, hidden]; cos, sin: [T, R/2], one angle a rope pair.
             batch: where the rows stand, see batch.py.
-            pools: this layer's caches, written in place.
+            pools: this layer's caches, written in place. The latents of a layer with ``kv_source`` are that layer's.
             prev_topk: selection of the last layer that has an indexer; needed by a layer that has none.
             window_start: int [T], for a layer with a window: the row attends none of its request's positions before
                 this one. None: it attends the latest ``window``.
+            positions: int [T], what ``query_scaling`` takes as positions; None: those of the batch.
 
         Returns:
             (output [T, hidden], selection int32 [T, K] of physical slots or None when all visible keys are attended). A
@@ -158,13 +189,15 @@ class SparseAttention(nn.Module):
             ValueError: a layer without an indexer gets no selection although scores are needed.
         """
         c = self.dsa_config
-        p = self.project(x, cos, sin)
-        store_latents(pools.latents, p.latents, p.k_rope, batch.slots)
+        positions = batch.positions if positions is None else positions
+        p = self.project(x, cos, sin, positions)
+        if p.latents is not None:
+            store_latents(pools.latents, p.latents, p.k_rope, batch.slots)
         if c.window is not None:
             latest = latest_tokens(batch, c.window, window_start)
             return self.attend(p, batch, pools.latents, latest), prev_topk
         if self.indexer is not None:
-            topk = self.indexer.store_and_select(x, p.q_lora, cos, sin, batch, pools.index_keys)
+            topk = self.indexer.store_and_select(x, p.q_lora, cos, sin, batch, pools.index_keys, positions)
         else:
             topk = shared_selection(prev_topk, batch)
         return self.attend(p, batch, pools.latents, topk), topk

@@ -32,6 +32,9 @@ class DSAConfig:
     """Sizes and variants of one DSA layer. Names follow the Hugging Face configs.
 
     Attributes:
+        q_lora_rank: None: queries [T, H, N+R] are projected from the hidden states (``q_proj``), index queries from a
+            LayerNorm of them (``q_input_norm``, eps 1e-6).
+        qk_rope_head_dim: 0: no rope, in the indexer neither.
         scale: multiplies q.k, yarn's mscale^2 included.
         rope_interleaved: layout of the rope of queries and latents; pairs as in ``IndexFormat``.
         index_shared: the layer has no indexer and takes the selection of the last layer that has one.
@@ -42,6 +45,9 @@ class DSAConfig:
         sinks: each head has one more logit ``sinks`` [H] in its softmax, which takes weight and gives no value.
         q_lora_scale, latent_scale: multiply q_lora [T, q_lora_rank], for the indexer too, and the latents [T, L] after
             their norms, before they are cached.
+        query_scaling: queries [T, H, N+R] after the rope, and index queries [T, HI, D] before it, are multiplied by
+            scale * ln(position + 1) + bias, with learned ``softmax_scaling.scale`` and ``.bias``, [H] and [HI].
+        kv_source: the layer has no latents of its own and attends those of this earlier layer; None: its own.
         k_rope_norm: the keys' rope part [T, R] goes through an RMS norm of its own before the rope.
         latent_norm_eps: eps of these norms.
         index_k_norm: "layer" (LayerNorm with weight and bias) or "rms".
@@ -51,7 +57,7 @@ class DSAConfig:
 
     hidden_size: int
     num_heads: int
-    q_lora_rank: int
+    q_lora_rank: int | None
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -69,6 +75,8 @@ class DSAConfig:
     q_lora_scale: float = 1.0
     latent_scale: float = 1.0
     k_rope_norm: bool = False
+    query_scaling: bool = False
+    kv_source: int | None = None
     attention_bias: bool = False
     latent_norm_eps: float = 1e-6
     index_k_norm: str = "layer"
@@ -83,6 +91,8 @@ class DSAConfig:
             raise ValueError(
                 f"output_gate={self.output_gate!r}; it must be one of {', '.join(map(repr, OUTPUT_GATES))}"
             )
+        if self.q_lora_rank is None and self.output_gate == "query":
+            raise ValueError("q_lora_rank=None; output_gate='query' is projected from q_lora")
         if self.window is not None and (self.window < 1 or not self.index_shared):
             raise ValueError(f"window={self.window}; it must be at least 1, of a layer with index_shared=True")
         if self.qk_rope_head_dim % 2:
@@ -106,7 +116,8 @@ class DSAConfig:
 
         Raises:
             ValueError: an unsupported model_type, a layer index out of range, a first layer without an indexer, a layer
-                of another kind, or tokens that are always selected.
+                of another kind, latents of a layer that transformers would not read, or tokens that are always
+                selected.
         """
         if hasattr(config, "get_text_config"):
             config = config.get_text_config(decoder=True)
@@ -121,13 +132,15 @@ class DSAConfig:
         if getattr(config, "is_heterogeneous", False):
             config = config.per_layer_config[layer_idx]
         window = _window(config, layer_idx)
+        q_lora_rank = getattr(config, "q_lora_rank", None)
+        rope = _has_rope(config, layer_idx)
         return cls(
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,
-            q_lora_rank=config.q_lora_rank,
+            q_lora_rank=q_lora_rank,
             kv_lora_rank=config.kv_lora_rank,
-            qk_nope_head_dim=config.qk_nope_head_dim,
-            qk_rope_head_dim=config.qk_rope_head_dim,
+            qk_nope_head_dim=config.qk_nope_head_dim + (0 if rope else config.qk_rope_head_dim),
+            qk_rope_head_dim=config.qk_rope_head_dim if rope else 0,
             v_head_dim=config.v_head_dim,
             index_n_heads=config.index_n_heads,
             index_head_dim=config.index_head_dim,
@@ -140,9 +153,11 @@ class DSAConfig:
             output_gate=spec.output_gate,
             sinks=spec.sinks,
             k_rope_norm=spec.k_rope_norm,
+            query_scaling=spec.query_scaling,
+            kv_source=_kv_source(config, layer_idx),
             attention_bias=config.attention_bias,
             index_k_norm=getattr(config, "index_k_norm_type", None) or "layer",
-            q_lora_scale=(config.hidden_size / config.q_lora_rank) ** 0.5 if spec.scaled_latents else 1.0,
+            q_lora_scale=(config.hidden_size / q_lora_rank) ** 0.5 if spec.scaled_latents else 1.0,
             latent_scale=(config.hidden_size / config.kv_lora_rank) ** 0.5 if spec.scaled_latents else 1.0,
             **dict.fromkeys(spec.config_eps, config.rms_norm_eps),
         )
@@ -162,6 +177,30 @@ def _window(config: Any, layer_idx: int) -> int | None:
     if kind == "full_attention":
         raise ValueError(f"layer_types[{layer_idx}]='full_attention'; layers have an indexer or a sliding window")
     return config.sliding_window if kind == "sliding_attention" else None
+
+
+def _has_rope(config: Any, layer_idx: int) -> bool:
+    layers = getattr(config, "no_rope_layers", None)  # transformers' name; its entries say which layers do have rope
+    return layers is None or bool(layers[layer_idx])
+
+
+def _kv_source(config: Any, layer_idx: int) -> int | None:
+    sources = getattr(config, "kv_source_layers", None)
+    if sources is None or sources[layer_idx] == layer_idx:
+        return None
+    # transformers passes on the latest shared latents of layers with rope, and the latest of those without
+    handed = [
+        i
+        for i in range(layer_idx)
+        if sources[i] == i in sources[i + 1 :] and _has_rope(config, i) == _has_rope(config, layer_idx)
+    ]
+    if handed[-1:] != [sources[layer_idx]]:
+        raise ValueError(
+            f"kv_source_layers[{layer_idx}]={sources[layer_idx]}; transformers gives the layer the latents of "
+            f"{f'layer {handed[-1]}' if handed else 'no layer'}, the latest shared ones "
+            f"{'with' if _has_rope(config, layer_idx) else 'without'} rope"
+        )
+    return sources[layer_idx]
 
 
 def _is_shared(config: Any, layer_idx: int) -> bool:

@@ -18,8 +18,8 @@ class ModelSpec:
         config_eps: which eps of ``DSAConfig`` are the config's ``rms_norm_eps``; the others are 1e-6, whatever the
             config says.
         scaled_latents: normalised latents are multiplied by sqrt(hidden_size / their size).
-        rope_interleaved, index_rope_interleaved, index_rope_last, output_gate, sinks, k_rope_norm: as in ``DSAConfig``
-            and ``IndexFormat``.
+        rope_interleaved, index_rope_interleaved, index_rope_last, output_gate, sinks, k_rope_norm, query_scaling: as in
+            ``DSAConfig`` and ``IndexFormat``.
     """
 
     attention: str
@@ -32,6 +32,7 @@ class ModelSpec:
     sinks: bool = False
     k_rope_norm: bool = False
     scaled_latents: bool = False
+    query_scaling: bool = False
 
 
 MODELS = {
@@ -55,11 +56,17 @@ MODELS = {
         k_rope_norm=True,
         scaled_latents=True,
     ),
+    "mistral_large4_text": ModelSpec(
+        "MistralLarge4TextAttention",
+        passes_selection=True,
+        index_rope_interleaved=True,
+        config_eps=("latent_norm_eps",),
+        query_scaling=True,
+    ),
 }
 
-# Relatives whose attention is not (yet) this one, and what differs.
+# Relatives whose attention is not this one, and what differs.
 _REFUSED = {
-    "mistral_large4": "it has no query LoRA, layers without rope, and latents shared between layers",
     "glm5_next": "it selects pooled blocks of keys, not tokens",
     "qwen4_exp": "it selects mean-pooled blocks of keys for grouped-query attention",
     "deepseek_v4": "it attends compressed key-value entries, not MLA latents",

@@ -13,7 +13,7 @@ from compiled_dsa.config import DSAConfig
 from compiled_dsa.custom_ops.index_topk import index_topk_decode, index_topk_prefill
 from compiled_dsa.custom_ops.layout import compute_dtype
 from compiled_dsa.custom_ops.store_index_keys import quantize_rows, store_index_keys
-from compiled_dsa.rope import rotate_part
+from compiled_dsa.rope import SoftmaxScaling, query_factors, rotate_part
 
 
 @functools.cache
@@ -38,7 +38,12 @@ class Indexer(nn.Module):
         super().__init__()
         kw = {"device": device, "dtype": dtype}
         self.dsa_config = config
-        self.wq_b = nn.Linear(config.q_lora_rank, config.index_n_heads * config.index_head_dim, bias=False, **kw)
+        q_features = config.q_lora_rank or config.hidden_size
+        self.wq_b = nn.Linear(q_features, config.index_n_heads * config.index_head_dim, bias=False, **kw)
+        if config.q_lora_rank is None:
+            self.q_input_norm = nn.LayerNorm(config.hidden_size, eps=1e-6, **kw)
+        if config.query_scaling:
+            self.softmax_scaling = SoftmaxScaling(config.index_n_heads, **kw)
         self.wk = nn.Linear(config.hidden_size, config.index_head_dim, bias=False, **kw)
         norm = nn.LayerNorm if config.index_k_norm == "layer" else nn.RMSNorm
         self.k_norm = norm(config.index_head_dim, eps=config.index_k_norm_eps, **kw)
@@ -55,12 +60,27 @@ class Indexer(nn.Module):
         return self._encode(k, cos, sin, deinterleave)
 
     def make_queries(
-        self, x: Tensor, q_lora: Tensor, cos: Tensor, sin: Tensor, *, fp8: bool, deinterleave: bool = False
+        self,
+        x: Tensor,
+        q_lora: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None = None,
+        *,
+        fp8: bool,
+        deinterleave: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Index queries [T, HI, D] (e4m3 for an fp8 cache) and weights fp32 [T, HI] with every scale folded in."""
+        """Index queries [T, HI, D] (e4m3 for an fp8 cache) and weights fp32 [T, HI] with every scale folded in.
+
+        ``positions``: int [T], read with ``query_scaling`` only.
+        """
         c = self.dsa_config
-        q = self.wq_b(q_lora).unflatten(-1, (-1, c.index_head_dim))  # [T, HI, D]
-        q = self._encode(q.float() if fp8 else q, cos.unsqueeze(1), sin.unsqueeze(1), deinterleave)
+        q = self.wq_b(self.q_input_norm(x) if q_lora is None else q_lora)
+        q = q.unflatten(-1, (-1, c.index_head_dim))  # [T, HI, D]
+        q = q.float() if fp8 else q
+        if c.query_scaling:
+            q = q * query_factors(self.softmax_scaling, positions, q.dtype)
+        q = self._encode(q, cos.unsqueeze(1), sin.unsqueeze(1), deinterleave)
         fold = c.index_n_heads**-0.5 * c.index_head_dim**-0.5
         if not fp8:
             weights = self.weights_proj(x.to(self.weights_proj.weight.dtype))
@@ -78,18 +98,20 @@ class Indexer(nn.Module):
     def select(
         self,
         x: Tensor,
-        q_lora: Tensor,
+        q_lora: Tensor | None,
         cos: Tensor,
         sin: Tensor,
         batch: Batch,
         pool: Tensor,
+        positions: Tensor | None = None,
         *,
         deinterleave: bool = False,
     ) -> Tensor:
         """Physical slots int32 [T, K] of the selected keys, -1 where fewer are visible."""
         c = self.dsa_config
         fp8 = pool.dtype == torch.uint8
-        q, weights = self.make_queries(x, q_lora, cos, sin, fp8=fp8, deinterleave=deinterleave)
+        positions = batch.positions if positions is None else positions
+        q, weights = self.make_queries(x, q_lora, cos, sin, positions, fp8=fp8, deinterleave=deinterleave)
         q = q if fp8 else q.to(pool.dtype)
         topk = torch.empty(x.shape[0], c.index_topk, dtype=torch.int32, device=x.device)
         keys = (pool, batch.page_table, batch.req_of_row, batch.visible)
@@ -100,16 +122,25 @@ class Indexer(nn.Module):
         return topk
 
     def store_and_select(
-        self, x: Tensor, q_lora: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pool: Tensor
+        self,
+        x: Tensor,
+        q_lora: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        batch: Batch,
+        pool: Tensor,
+        positions: Tensor | None = None,
     ) -> Tensor | None:
         """Stores the rows' keys, then selects; None when every visible key is selected (``batch.skip_scores``).
 
         Args:
-            x: [T, hidden]; q_lora: [T, q_lora_rank], after its norm; cos, sin: [T, R/2].
+            x: [T, hidden]; cos, sin: [T, R/2].
+            q_lora: [T, q_lora_rank], after its norm; None in a model without, whose queries come from x.
             pool: index-key pool of this layer, see custom_ops/layout.py.
+            positions: int [T], what ``query_scaling`` takes as positions; None: those of the batch.
         """
         self.store(self.make_keys(x, cos, sin, fp8=pool.dtype == torch.uint8), batch, pool)
-        return None if batch.skip_scores else self.select(x, q_lora, cos, sin, batch, pool)
+        return None if batch.skip_scores else self.select(x, q_lora, cos, sin, batch, pool, positions)
 
     forward = store_and_select
 
@@ -124,7 +155,8 @@ class Indexer(nn.Module):
         """Rope and optional Hadamard transform, the same for keys [T, D] and queries [T, HI, D]."""
         fmt = self.dsa_config.index_format
         pairs = {"interleaved": fmt.rope_interleaved, "deinterleave": deinterleave}
-        x = rotate_part(x, cos, sin, last=fmt.rope_last, **pairs)
+        if self.dsa_config.qk_rope_head_dim:
+            x = rotate_part(x, cos, sin, last=fmt.rope_last, **pairs)
         if fmt.hadamard:
             x = x @ hadamard_matrix(x.shape[-1]).to(x.device, x.dtype)
         return x

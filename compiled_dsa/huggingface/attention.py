@@ -86,12 +86,16 @@ class DSAAttentionMixin(SparseAttention):
         B, S, _ = hidden_states.shape
         x = hidden_states.reshape(B * S, -1)
         cos, sin = (_angles(e, B, S) for e in position_embeddings)
+        positions = None if position_ids is None else position_ids.expand(B, S).flatten()
         if isinstance(past_key_values, PagedCache):
             batch, pools = past_key_values.step(self.layer_idx, hidden_states, attention_mask)
             start = past_key_values.window_start(self.layer_idx, B)
-            out, topk = SparseAttention.forward(self, x, cos, sin, batch, pools, prev_topk_indices, start)
+            out, topk = SparseAttention.forward(self, x, cos, sin, batch, pools, prev_topk_indices, start, positions)
         else:
-            out, topk = self._on_stock_cache(x, cos, sin, B, S, attention_mask, past_key_values, prev_topk_indices)
+            out, topk = self._on_stock_cache(
+                x, cos, sin, positions, B, S, attention_mask, past_key_values, prev_topk_indices,
+                kwargs.get("shared_kv_states"),
+            )  # fmt: skip
         out = out.view(B, S, -1)
         return (out, None, topk) if self.returns_topk else (out, None)
 
@@ -131,8 +135,11 @@ class DSAAttentionMixin(SparseAttention):
     ):
         B, S, _ = hidden_states.shape
         if attention_mask is None or attention_mask.dim() == 2:
-            first = _first_column(past_key_values, self.layer_idx)
-            columns = S if past_key_values is None else past_key_values.get_mask_sizes(S, self.layer_idx)[0]
+            first = self._first_column(past_key_values, S)
+            if self.dsa_config.kv_source is not None:
+                columns = kwargs["shared_kv_states"][self._kind()][0].shape[2]
+            else:
+                columns = S if past_key_values is None else past_key_values.get_mask_sizes(S, self.layer_idx)[0]
             attention_mask = square_mask(attention_mask, B, first, S, columns, hidden_states.device)
         if self.returns_topk:
             kwargs = {**kwargs, "prev_topk_indices": prev_topk}
@@ -146,17 +153,26 @@ class DSAAttentionMixin(SparseAttention):
             **kwargs,
         )
 
-    def _on_stock_cache(self, x, cos, sin, B: int, S: int, columns_real, cache, prev_topk):
-        """The ops over transformers' own cache, or over the step's own tokens when ``cache`` is None."""
-        p = self.project(x, cos, sin, deinterleave=True)  # transformers' order, also of index keys
+    def _on_stock_cache(self, x, cos, sin, positions, B: int, S: int, columns_real, cache, prev_topk, shared_kv):
+        """The ops over transformers' own cache, or over the step's own tokens when ``cache`` is None.
+
+        ``shared_kv``: where layers leave latents for later ones, of a model whose layers do.
+        """
+        p = self.project(x, cos, sin, positions, deinterleave=True)  # transformers' order, also of index keys
         keys = None
         if self.indexer is not None:
             keys = self.indexer.make_keys(x, cos, sin, fp8=False, deinterleave=True).view(B, S, -1)
-        latents, rope = p.latents.view(B, 1, S, -1), p.k_rope.view(B, 1, S, -1)
-        first = _first_column(cache, self.layer_idx)
-        if cache is not None:
-            latents, rope = cache.update(latents, rope, self.layer_idx)
-            keys = None if keys is None else cache.update_indexer(keys, self.layer_idx)
+        first = self._first_column(cache, S)
+        if p.latents is None:
+            latents, rope = shared_kv[self._kind()]
+        else:
+            latents, rope = p.latents.view(B, 1, S, -1), p.k_rope.view(B, 1, S, -1)
+            if cache is not None:
+                latents, rope = cache.update(latents, rope, self.layer_idx)
+            if getattr(self, "store_full_length_kv", False):
+                shared_kv[self._kind()] = latents, rope
+        if cache is not None and keys is not None:
+            keys = cache.update_indexer(keys, self.layer_idx)
         topk_size = self.dsa_config.index_topk
         columns = Columns.of_step(columns_real, first, B, S, latents.shape[2], topk_size, x.device)
         batch = columns.batch
@@ -164,11 +180,26 @@ class DSAAttentionMixin(SparseAttention):
             topk = None
             if not batch.skip_scores:
                 pool = columns.pool(keys)
-                topk = self.indexer.select(x, p.q_lora, cos, sin, batch, pool, deinterleave=True)
+                topk = self.indexer.select(x, p.q_lora, cos, sin, batch, pool, positions, deinterleave=True)
         else:
             topk = shared_selection(None if prev_topk is None else columns.from_hf(prev_topk), batch)
         out = self.attend(p, batch, columns.pool(latents.squeeze(1), rope.squeeze(1)), topk)
         return out, columns.to_hf(topk, S) if self.returns_topk else None
+
+    def _kind(self) -> str:
+        """The name under which transformers hands this layer's kind of latents on."""
+        return "rope" if self.dsa_config.qk_rope_head_dim else "nope"
+
+    def _first_column(self, cache, S: int):
+        """Column of the step's first token, an int or a 0-d tensor."""
+        if cache is None:
+            return 0
+        source = self.dsa_config.kv_source
+        if source is not None:  # whose latents this step has stored already
+            return cache.get_seq_length(source) - S
+        length = cache.get_seq_length(self.layer_idx)
+        # static caches return their live counter, which ``update`` advances
+        return length.clone() if isinstance(length, Tensor) else length
 
 
 _ADVICE = {
@@ -186,14 +217,6 @@ def _angles(embedding: Tensor, B: int, S: int) -> Tensor:
     """transformers' cos or sin [1 or B, S, R] = cat(angles, angles) as [B*S, R/2]."""
     half = embedding[..., : embedding.shape[-1] // 2]
     return half.expand(B, S, -1).reshape(B * S, -1)
-
-
-def _first_column(cache, layer_idx: int):
-    """Column of the step's first token. Static caches return their live counter, which ``update`` advances: copied."""
-    if cache is None:
-        return 0
-    length = cache.get_seq_length(layer_idx)
-    return length.clone() if isinstance(length, Tensor) else length
 
 
 @functools.cache

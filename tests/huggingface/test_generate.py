@@ -128,7 +128,7 @@ def test_continuing_a_cache(any_pair, padded):
     before = any_pair.ours.dsa_stats.calls
     assert torch.equal(any_pair.ours.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY), want)
     assert cache.get_seq_length() == ids.shape[1] + NEW - 1
-    assert any_pair.ours.dsa_stats.calls - before == 3 * NEW
+    assert any_pair.ours.dsa_stats.calls - before == len(any_pair.ours.get_decoder().layers) * NEW
 
 
 @pytest.mark.parametrize("cache", ["paged", "static"])
@@ -161,7 +161,7 @@ def test_fewer_rows_than_the_cache_has_and_reset(pair):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("model_type", MODEL_TYPES + RELATIVES)
 def test_other_dtypes_are_as_exact_as_the_stock_model(model_type, dtype):
-    pair = make_pair(model_type, dtype, first_k_dense_replace=3)  # transformers' grouped experts have no fp64
+    pair = make_pair(model_type, dtype, first_k_dense_replace=4)  # transformers' grouped experts have no fp64
     exact = copy.deepcopy(pair.stock).double()
     ids = prompt(8, 64)
     caches = {"past_key_values": PagedCache(pair.config, 8, 64)}, {"past_key_values": DynamicCache(config=pair.config)}
@@ -220,6 +220,7 @@ def test_compiled_by_generate(model_type, cache):
         ("model.forward", "glm_moe_dsa", "dynamic"),
         ("model.forward", "hy_v4", "paged"),
         ("model.forward", "dots3_note_text", "paged"),
+        ("model.forward", "mistral_large4_text", "paged"),
     ],
 )
 def test_compiled_whole(how, model_type, cache):

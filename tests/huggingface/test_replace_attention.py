@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from compiled_dsa import Indexer, SparseAttention, huggingface
 from compiled_dsa.huggingface import PagedCache, replace_attention
-from tests.huggingface.tiny_models import prompt, tiny_config, tiny_model
+from tests.huggingface.tiny_models import CACHES, Pair, left_padding, prompt, tiny_config, tiny_model
 
 
 def stock_attentions(model) -> list[torch.nn.Module]:
@@ -254,6 +254,37 @@ def test_a_longer_model_with_several_shared_layers():
     options = {"do_sample": False, "max_new_tokens": 4}
     want = stock.generate(prompt(2, 24), **options)
     assert torch.equal(ours.generate(prompt(2, 24), past_key_values=PagedCache(ours.config, 2, 32), **options), want)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_latents_of_both_kinds_are_shared(cache):
+    """Layers without rope take those of layer 1, layers with rope those of layer 0 and later of layer 4."""
+    stock = tiny_model(
+        "mistral_large4_text",
+        num_hidden_layers=7,
+        no_rope_layers=[1, 0, 1, 0, 1, 0, 1],
+        kv_source_layers=[0, 1, 0, 1, 4, 1, 4],
+        indexer_types=["full", "shared", "full", "full", "shared", "shared", "full"],
+    )
+    pair = Pair(stock, replace_attention(copy.deepcopy(stock)))
+    options = {"do_sample": False, "max_new_tokens": 6, "num_beams": 2, "attention_mask": left_padding(2, 24)}
+    want = stock.generate(prompt(2, 24), **options)
+    assert torch.equal(pair.ours.generate(prompt(2, 24), **options, **pair.cache(cache, 4, 32)), want)
+    assert pair.ours.dsa_stats.calls == 7 * 6 and not pair.ours.dsa_stats.stock_calls
+
+
+def test_images_stay_with_the_stock_tower():
+    """Only the text part of a composite model gets our attention implementation."""
+    stock = tiny_model("mistral_large4_text")
+    ours = replace_attention(copy.deepcopy(stock))
+    assert ours.config.vision_config._attn_implementation == "sdpa"
+    torch.manual_seed(0)
+    ids = torch.cat([torch.full((1, 2), ours.config.image_token_index), prompt(1, 20) % 100], 1)
+    image = {"pixel_values": torch.randn(1, 3, 16, 8), "image_sizes": torch.tensor([[16, 8]])}
+    options = {"do_sample": False, "max_new_tokens": 4, **image}
+    want = stock.generate(ids, **options)
+    assert torch.equal(ours.generate(ids, **options), want)
+    assert torch.equal(ours.generate(ids, **options, past_key_values=PagedCache(ours.config, 1, 32)), want)
 
 
 @pytest.mark.parametrize("version", ["5.16.2", "5.24.0", "6.0.0.dev0"])

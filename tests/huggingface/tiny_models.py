@@ -16,7 +16,7 @@ from compiled_dsa.huggingface import PagedCache, replace_attention
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa", "axk2")
 # These go through fewer tests: what differs from the above, and the main paths.
-RELATIVES = ("hy_v4", "dots3_note_text")
+RELATIVES = ("hy_v4", "dots3_note_text", "mistral_large4_text")
 INDEX_TOPK = 16
 WINDOW = 10
 VOCABULARY = 128
@@ -25,7 +25,7 @@ CACHES = ("paged", "dynamic", "static", "none")
 
 def tiny_config(model_type: str, **changes):
     """Config of a model of 3 layers (the first with a dense MLP); where selections are shared, the second layer takes
-    the first's."""
+    the first's. mistral_large4 has 4: one with rope, one without, and two with the latents of the first."""
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -72,18 +72,43 @@ def tiny_config(model_type: str, **changes):
         window = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 40, "qk_nope_head_dim": 20}
         sizes |= {f"swa_{name}": size for name, size in window.items()}
         sizes |= {"swa_q_lora_rank": 36, "swa_head_dim": 28, "swa_v_head_dim": 20}
+    if model_type == "mistral_large4_text":
+        layers = changes.setdefault("num_hidden_layers", 4)
+        sizes["num_hidden_layers"], sizes["final_logit_softcapping"] = layers, 30.0
+        sizes["indexer_types"] = ["full", "full", "shared", "full"][:layers]
+        sizes["no_rope_layers"] = [1, 0, 1, 1][:layers]
+        sizes["kv_source_layers"] = [0, 1, 0, 0][:layers]
+        del sizes["q_lora_rank"]
     return AutoConfig.for_model(model_type, **{**sizes, **changes})
 
 
 def tiny_model(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes) -> PreTrainedModel:
     """A stock model for causal language modelling, in eval mode."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes)).eval()
+    config = tiny_config(model_type, **changes)
+    if model_type == "mistral_large4_text":  # transformers has no language model of its text part alone
+        from transformers import MistralLarge4Config, MistralLarge4ForConditionalGeneration, PixtralVisionConfig
+
+        vision = PixtralVisionConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=4,
+        )
+        config = MistralLarge4Config(text_config=config, vision_config=vision, image_token_index=VOCABULARY - 1)
+        config.eos_token_id = config.bos_token_id = config.pad_token_id = None
+        model = MistralLarge4ForConditionalGeneration(config).eval()
+    else:
+        model = AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.2 if "indexer" in name else 0.08)
         elif name.endswith("sinks"):
             nn.init.normal_(parameter)
+        elif "softmax_scaling" in name:
+            nn.init.uniform_(parameter, 0.2, 1.0)
     return model.to(dtype)
 
 
@@ -126,6 +151,6 @@ def make_pair(model_type: str, dtype: torch.dtype = torch.float32, **changes) ->
 
 def small_pair(model_type: str) -> Pair:
     """For tests that compile, whose time is that of tracing layers: dense MLPs, and no more layers than it takes to
-    share a selection or to have a window."""
-    layers = 2 if model_type in ("glm_moe_dsa", "dots3_note_text") else 1
+    share a selection or latents, or to have a window."""
+    layers = {"glm_moe_dsa": 2, "dots3_note_text": 2, "mistral_large4_text": 3}.get(model_type, 1)
     return make_pair(model_type, num_hidden_layers=layers, first_k_dense_replace=layers)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import KVSharingDict
 
 from compiled_dsa import Batch, DSAConfig, PagePool, SparseAttention
 from compiled_dsa.attention import RMSNorm
@@ -16,7 +17,7 @@ def tiny_dsa_config(model_type: str = "deepseek_v32", layer: int = 0, **sizes) -
 
 def stock_layer(model_type: str, dtype: torch.dtype, layer: int = 0, **sizes) -> nn.Module:
     """transformers' attention module, its RMS norms (fp32 whatever the dtype) replaced by ones of full precision."""
-    module = tiny_model(model_type, dtype, **sizes).model.layers[layer].self_attn
+    module = tiny_model(model_type, dtype, **sizes).get_decoder().layers[layer].self_attn
     if dtype == torch.float64:
         for name, norm in [(n, m) for n, m in module.named_children() if type(m).__name__.endswith("RMSNorm")]:
             exact = RMSNorm(norm.weight.shape[0], norm.variance_epsilon, dtype=dtype)
@@ -39,14 +40,22 @@ def angles(positions: Tensor, R: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def stock_outputs(stock: nn.Module, x: Tensor, prev_topk: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """transformers' layer over one whole sequence x [n, hidden]: (outputs [n, hidden], selection or None)."""
+def stock_outputs(
+    stock: nn.Module, x: Tensor, prev_topk: Tensor | None = None, shared_kv: KVSharingDict | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' layer over one whole sequence x [n, hidden]: (outputs [n, hidden], selection or None).
+
+    ``shared_kv``: latents that layers of mistral_large4 leave to later ones.
+    """
     n = x.shape[0]
     embedding = [torch.cat([a, a], -1).unsqueeze(0) for a in angles(torch.arange(n), stock.qk_rope_head_dim, x.dtype)]
     mask = torch.full((1, 1, n, n), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)  # additive: eager takes no other
     if getattr(stock, "sliding_window", None) is not None:
         mask += torch.full_like(mask, torch.finfo(x.dtype).min).tril(-stock.sliding_window)
     more = {} if prev_topk is None else {"prev_topk_indices": prev_topk}
+    if hasattr(stock, "is_kv_shared_layer"):
+        more["shared_kv_states"] = KVSharingDict() if shared_kv is None else shared_kv
+        more["position_ids"] = torch.arange(n).unsqueeze(0)
     with torch.no_grad():
         out, *rest = stock(x.unsqueeze(0), embedding, mask, **more)
     return out[0], rest[1] if len(rest) > 1 else None

@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import KVSharingDict
 
 from compiled_dsa import Batch, DSAConfig, SparseAttention
 from compiled_dsa.batch import DECODE, PREFILL
+from compiled_dsa.cache import LayerPools
 from compiled_dsa.custom_ops.layout import FP8
 from compiled_dsa.graphs.compile_stats import CompileStats, counting_backend
 from compiled_dsa.graphs.torch_compat import compile_whole
@@ -38,7 +40,8 @@ def steps_of_all_kinds() -> list[tuple[list[int], dict]]:
     ]
 
 
-LAYERS = [*((model_type, 0) for model_type in MODEL_TYPES + RELATIVES), ("dots3_note_text", 1)]  # the last: a window
+LAYERS = [(model_type, 0) for model_type in MODEL_TYPES + RELATIVES]
+LAYERS += [("dots3_note_text", 1), ("mistral_large4_text", 1)]  # a window; no rope
 
 
 @pytest.mark.parametrize(("model_type", "layer"), LAYERS)
@@ -356,6 +359,23 @@ def test_a_window_that_starts_later():
         want, _ = layer(rows[25:], cos[25:], sin[25:], alone, late.pool.layers[0])
     assert passed_on is None and not got[:25].any()
     torch.testing.assert_close(got[25:], want, rtol=1e-12, atol=1e-12)
+
+
+def test_latents_of_an_earlier_layer():
+    """Layer 2 of this model attends the latents of layer 0 with its selection, layer 3 with one of its own."""
+    stock = [stock_layer("mistral_large4_text", torch.float64, i) for i in (0, 2, 3)]
+    layers, (x,) = [our_layer(layer) for layer in stock], requests(torch.float64, (90,))
+    assert [layer.dsa_config.kv_source for layer in layers] == [None, 0, 0]
+    shared, topk, want = KVSharingDict(), None, []
+    for layer in stock:
+        out, topk = stock_outputs(layer, x, topk, shared)
+        want.append(out)
+    serving = Serving.of(layers, [x])
+    first, *others = serving.pool.layers
+    serving.pool.layers = [first, *(LayerPools(first.latents, own.index_keys) for own in others)]
+    for new in (50, 1, 39):
+        for got, whole in zip(serving.step([new]), want):
+            torch.testing.assert_close(got, serving.latest([whole], [new]), rtol=1e-12, atol=1e-12)
 
 
 def test_layers_are_made_from_any_config():

@@ -57,6 +57,30 @@ def test_variants_of_dots3_note():
     assert indexed.latent_norm_eps == hf.rms_norm_eps == 1e-5
 
 
+def test_variants_of_mistral_large4():
+    hf = tiny_config("mistral_large4_text")
+    rope, plain, reuse, indexed = (DSAConfig.from_hf(hf, i) for i in range(4))
+    assert rope.q_lora_rank is None and rope.query_scaling and rope.index_format == IndexFormat(rope_interleaved=True)
+    assert (rope.qk_nope_head_dim, rope.qk_rope_head_dim) == (16, 8)
+    assert (plain.qk_nope_head_dim, plain.qk_rope_head_dim) == (24, 0) and plain.scale == rope.scale == 24**-0.5
+    assert [c.kv_source for c in (rope, plain, reuse, indexed)] == [None, None, 0, 0]
+    assert [c.index_shared for c in (rope, plain, reuse, indexed)] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([0, 1, 0, 1], r"kv_source_layers\[3\]=1; transformers gives the layer the latents of layer 0, .* with rope"),
+        ([0, 0, 0, 0], r"kv_source_layers\[1\]=0; .* latents of no layer, the latest shared ones without rope"),
+    ],
+)
+def test_latents_that_transformers_would_not_read_are_refused(sources, message):
+    """It hands them on by kind, with or without rope, and not by the number of the layer."""
+    hf = tiny_config("mistral_large4_text", kv_source_layers=sources)
+    with pytest.raises(ValueError, match=message):
+        [DSAConfig.from_hf(hf, i) for i in range(4)]
+
+
 def test_other_kinds_of_layers_are_refused():
     hf = tiny_config("dots3_note_text", use_dsa=False)
     with pytest.raises(ValueError, match=r"layer_types\[0\]='full_attention'; layers have an indexer or a sliding"):
@@ -66,10 +90,11 @@ def test_other_kinds_of_layers_are_refused():
 @pytest.mark.parametrize("model_type", MODEL_TYPES + RELATIVES)
 def test_eps_and_scale_are_those_of_the_stock_module(model_type):
     model = tiny_model(model_type, rms_norm_eps=1e-5, rope_parameters=YARN)
-    attention = model.model.layers[0].self_attn
+    attention = model.get_decoder().layers[0].self_attn
     config = DSAConfig.from_hf(model.config)
     assert config.scale == attention.scaling
-    assert config.latent_norm_eps == attention.q_a_layernorm.variance_epsilon
+    if config.q_lora_rank is not None:
+        assert config.latent_norm_eps == attention.q_a_layernorm.variance_epsilon
     assert config.latent_norm_eps == attention.kv_a_layernorm.variance_epsilon
     assert config.index_k_norm_eps == attention.indexer.k_norm.eps
 
@@ -131,6 +156,7 @@ def test_layers_out_of_range(layer):
     [
         ({"index_k_norm": "batch"}, "index_k_norm='batch'; it must be 'layer' or 'rms'"),
         ({"output_gate": "key"}, r"output_gate='key'; it must be one of None, 'query', 'value', 'head'"),
+        ({"q_lora_rank": None, "output_gate": "query"}, "q_lora_rank=None; output_gate='query' is projected"),
         ({"window": 8}, "window=8; it must be at least 1, of a layer with index_shared=True"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim=7; it must be even"),
         ({"index_head_dim": 6}, "index_head_dim=6 is smaller than the rope's 8"),
