@@ -6,6 +6,8 @@ call, which takes minutes once a machine: ``warmup``.
 """
 
 import inspect
+from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -21,11 +23,15 @@ _POSITION_BYTES = 8  # int32 positions and offsets
 _PARAMETERS = ("deterministic", "tie_break", "dsa_graph_safe")
 
 
+@cache
+def _has_options(function: Callable | None) -> bool:
+    return function is not None and set(_PARAMETERS) <= set(inspect.signature(function).parameters)
+
+
 def refuses(
     q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes=None
 ) -> str | None:
-    function = getattr(_library, "top_k_ragged_transform", None)
-    if function is None or not set(_PARAMETERS) <= set(inspect.signature(function).parameters):
+    if not _has_options(getattr(_library, "top_k_ragged_transform", None)):
         return f"flashinfer {_library.__version__} has no graph-safe top_k_ragged_transform; 0.7.4 has"
     K = topk_out.shape[1]
     if K > MAX_K:
