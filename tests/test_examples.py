@@ -1,5 +1,6 @@
 """The shorter examples run; examples/generate.py, which takes minutes, runs in CI."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(*command: str) -> str:
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # where the package is not installed
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -120,23 +120,22 @@ def test_a_model_is_compiled_once(pairs):
         compile_model(model)
 
 
-def test_compiles_after_the_warm_up_warn_once_or_raise(pairs):
-    for on_miss in ("warn", "raise"):
-        model = copy.deepcopy(pairs["deepseek_v32"].ours)
-        compile_model(model, backend="eager", on_miss=on_miss)
-        with torch.no_grad():
-            model(prompt(2, 24))
-            model.end_warm_up()
+@pytest.mark.parametrize("on_miss", ["warn", "raise"])
+def test_compiles_after_the_warm_up_warn_once_or_raise(on_miss):
+    model = compile_model(small_pair("deepseek_v32").ours, backend="eager", on_miss=on_miss)
+    with torch.no_grad():
+        model(prompt(2, 24))
+        model.end_warm_up()
+        model(prompt(2, 30))
+        assert model.graph_stats()["recompiles"] == 0
+        if on_miss == "raise":
+            with pytest.raises(GraphMissError, match="compiled after the warm-up"):
+                model(prompt(2, 1))
             model(prompt(2, 30))
-            assert model.graph_stats()["recompiles"] == 0
-            if on_miss == "raise":
-                with pytest.raises(GraphMissError, match="compiled after the warm-up"):
-                    model(prompt(2, 1))
-                model(prompt(2, 30))
-            else:
-                with pytest.warns(UserWarning, match="compiled after the warm-up"):
-                    model(prompt(2, 1))
-                assert model.graph_stats()["recompiles"] == 1
+        else:
+            with pytest.warns(UserWarning, match="compiled after the warm-up"):
+                model(prompt(2, 1))
+            assert model.graph_stats()["recompiles"] == 1
 
 
 def test_piecewise_cuts_at_the_split_ops_and_gives_the_same_tokens():
