@@ -56,6 +56,7 @@ class Op:
         return (REFERENCE,) if device.type == "cpu" else tuple(self.providers)
 
     def module(self, provider: str) -> ModuleType:
+        """A provider's module, imported when first asked for."""
         return importlib.import_module(self.providers[provider])
 
     def refusal(self, provider: str, *args) -> str | None:

@@ -37,9 +37,9 @@ def refuses(
     if K > MAX_K:
         return f"topk_out has {K} columns; its graph-safe and deterministic kernels choose at most {MAX_K}"
     return (
-        common.refuses_device(pool)
+        scored.refuses_scratch(page_table, K, scratch_bytes, _POSITION_BYTES)
+        or common.refuses_device(pool)
         or scored.refuses(q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic)
-        or scored.refuses_scratch(page_table, K, scratch_bytes, _POSITION_BYTES)
     )
 
 

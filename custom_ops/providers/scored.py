@@ -15,8 +15,6 @@ from compiled_dsa.custom_ops.layout import PAGE
 
 Selection = Callable[[Tensor, Tensor], Tensor]
 
-_UNUSED = 16  # elements of a tensor that nothing reads
-
 
 def refuses(
     q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes=None
@@ -67,12 +65,11 @@ def run(
         slices = -(-T // (scratch_bytes // row_bytes(page_table, K, position_bytes)))
         rows_at_once = -(-T // slices)
     scores = torch.empty(rows_at_once, columns, dtype=torch.float32, device=q.device)
-    unused = torch.empty(1, _UNUSED, dtype=torch.float32, device=q.device)
     rows_per_request = max(1, T // page_table.shape[0])
     for start in range(0, T, rows_at_once):
         part = slice(start, min(start + rows_at_once, T))
         rows = (page_table, req_of_row[part], visible[part])
         some = scores[: part.stop - start]
-        triton_topk.write_scores(q[part], weights[part], pool, *rows, some, unused, K, 0, rows_per_request)
+        triton_topk.write_scores(q[part], weights[part], pool, *rows, some, some, K, 0, rows_per_request)  # no maxima
         order_scores(some, rows[2], K)
         write_positions(select(some, rows[2]), some, *rows, topk_out[part], pool.shape[0])

@@ -5,6 +5,7 @@ On a CPU the libraries are stand-ins (fake_libraries.py); over the libraries the
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -243,17 +244,11 @@ def test_versions(fakes, monkeypatch):
     assert "no kernels for Hopper behind use_legacy" in reason
 
 
-@cpu_only
-def test_devices():
-    pool = torch.empty(1)
-    assert common.refuses_device(pool) == "needs a CUDA device"
-
-
-def test_other_gpus(monkeypatch):
-    pool = torch.empty(1, device="meta")
+def test_devices(monkeypatch):
+    assert common.refuses_device(torch.empty(1)) == "needs a CUDA device"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
-    assert common.refuses_device(pool) == "needs compute capability (9, 0), this device has (10, 0)"
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    assert common.refuses_device(on_a_gpu) == "needs compute capability (9, 0), this device has (10, 0)"
 
 
 def test_libraries_that_do_not_load(monkeypatch):
@@ -295,6 +290,97 @@ def test_warmup_refuses_like_a_call_and_is_nothing_for_others():
         INDEX_TOPK_DECODE.warmup("none", *args)
     INDEX_TOPK_DECODE.warmup(None, *args)
     assert (args[6] == 123456789).all()
+
+
+def captured(op: Op, provider: str, args) -> torch.cuda.CUDAGraph:
+    reason = op.refusal(provider, *args)
+    if reason:
+        pytest.skip(f"{provider}: {reason}")
+    op.warmup(provider, *args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op.overload(*args, provider=provider)
+    return graph
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("provider", ["deep_gemm", "flashinfer", "torch"])
+def test_replays_of_choices(provider):
+    """Captured with lengths of 1, replayed with others: schedules and lengths are those of the replay."""
+    table = random_page_table(4, 100, 401, "cuda")
+    pool = random_index_pool(401, 128, FP8, "cuda")
+    q, weights = torch.randn(4, 64, 128, device="cuda").to(FP8), torch.randn(4, 64, device="cuda")
+    requests = torch.arange(4, dtype=torch.int32, device="cuda")
+    visible, chosen = torch.ones_like(requests), poisoned(4, 2048, dtype=torch.int32, device="cuda")
+    args = (q, weights, pool, table, requests, visible, chosen, False)
+    graph = captured(INDEX_TOPK_DECODE, provider, args)
+    for lengths in ([6400, 1, 70, 0], [2049, 6000, 2048, 5000], [0, 0, 0, 0]):
+        visible.copy_(torch.tensor(lengths, dtype=torch.int32))
+        chosen.fill_(123456789)
+        graph.replay()
+        check_topk(chosen, visible, *index_scores_oracle(q, weights, pool, table, requests, visible))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("H", "dtype"), [(16, FP8), (128, FP8), (64, torch.bfloat16)])
+def test_replays_of_attention(H, dtype):
+    args = attention_arguments(H, dtype, K=300, device="cuda")
+    out = poisoned(4, H, 512, dtype=torch.bfloat16, device="cuda")
+    lse = poisoned(4, H, dtype=torch.float32, device="cuda")
+    graph = captured(SPARSE_MLA_DECODE, "flash_mla", (*args, out, lse))
+    atol, lse_atol = attention_tolerance(*args[:3], args[7])
+    for counts in ([1, 0, 70, 200], [300, 300, 300, 300], [0, 0, 0, 0]):
+        args[4].copy_(torch.tensor(counts, dtype=torch.int32))
+        for tensor in (out, lse):
+            tensor.fill_(torch.nan)
+        graph.replay()
+        want, want_lse = attention_oracle(*args)
+        torch.testing.assert_close(out.double(), want, rtol=0, atol=atol)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=lse_atol)
+
+
+def check_peak(op: Op, provider: str, args) -> None:
+    """Temporary memory of a call within its budget, the last argument; blocks of it are rounded up a little."""
+    reason = op.refusal(provider, *args)
+    if reason:
+        pytest.skip(f"{provider}: {reason}")
+    op.warmup(provider, *args)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    op.overload(*args, provider=provider)
+    assert torch.cuda.max_memory_allocated() - before <= args[-1] + (1 << 16)
+
+
+@pytest.mark.gpu
+def test_peak_scratch_of_deep_gemm():
+    """2 MiB hold the keys of 8192 tokens and scores of 28 rows."""
+    table = random_page_table(1, 128, 130, "cuda")
+    pool = random_index_pool(130, 128, FP8, "cuda")
+    q, weights = torch.randn(64, 64, 128, device="cuda").to(FP8), torch.randn(64, 64, device="cuda")
+    visible = torch.arange(8129, 8193, dtype=torch.int32, device="cuda")
+    chosen = poisoned(64, 2048, dtype=torch.int32, device="cuda")
+    rows = (table, torch.zeros_like(visible), visible)
+    check_peak(INDEX_TOPK_PREFILL, "deep_gemm", (q, weights, pool, *rows, chosen, False, 2 << 20))
+    check_topk(chosen, visible, *index_scores_oracle(q, weights, pool, *rows))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
+def test_peak_scratch_of_flash_mla(dtype):
+    """8 MiB hold a pool of 40 pages dequantised and 36 of 100 rows of 16 heads padded to 64."""
+    T, H = 100, 16
+    pool = random_latent_pool(40, 512, 64, dtype, "cuda")
+    q_nope, q_rope = (torch.randn(T, H, n, device="cuda").bfloat16() for n in (128, 64))
+    kv_b, out = (torch.randn(H, 256, 512, device="cuda") / 20).bfloat16(), torch.empty_like(q_nope)
+    topk = torch.stack([torch.randperm(40 * PAGE, device="cuda")[:2048] for _ in range(T)]).int()
+    count, requests = (torch.full((T,), n, dtype=torch.int32, device="cuda") for n in (2000, 0))
+    args = (q_nope, q_rope, pool, topk, count, topk[:1, :1], requests, kv_b, 0.07, None)
+    check_peak(MLA_PREFILL, "flash_mla", (*args, out, 8 << 20))
+    want = torch.empty_like(out)
+    MLA_PREFILL.reference(*args, want, 1 << 30)
+    assert (out.double() - want.double()).norm() / want.double().norm() < 8 * 2.0**-8
 
 
 def test_libraries_come_after_triton():
