@@ -10,6 +10,9 @@ from torch import Tensor
 HOPPER = (9, 0)
 
 
+DISTRIBUTIONS = {"deep_gemm": "sgl-deep-gemm", "flash_mla": "sgl-flash-mla", "flashinfer": "flashinfer-python"}
+
+
 def load(library: str) -> ModuleType:
     """Imports a library.
 
@@ -18,8 +21,8 @@ def load(library: str) -> ModuleType:
     """
     try:
         return importlib.import_module(library)
-    except ImportError:
-        raise
+    except ImportError as error:
+        raise ImportError(f"{error}; {library} is in {DISTRIBUTIONS[library]}") from error
     except Exception as error:  # libraries raise whatever their loader raises
         raise ImportError(f"{library} is installed and does not load: {error}") from error
 
