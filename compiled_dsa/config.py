@@ -189,16 +189,13 @@ def _kv_source(config: Any, layer_idx: int) -> int | None:
     if sources is None or sources[layer_idx] == layer_idx:
         return None
     # transformers passes on the latest shared latents of layers with rope, and the latest of those without
-    handed = [
-        i
-        for i in range(layer_idx)
-        if sources[i] == i in sources[i + 1 :] and _has_rope(config, i) == _has_rope(config, layer_idx)
-    ]
+    rope = _has_rope(config, layer_idx)
+    handed = [i for i in range(layer_idx) if i in sources[i + 1 :] and _has_rope(config, i) == rope]
     if handed[-1:] != [sources[layer_idx]]:
         raise ValueError(
             f"kv_source_layers[{layer_idx}]={sources[layer_idx]}; transformers gives the layer the latents of "
             f"{f'layer {handed[-1]}' if handed else 'no layer'}, the latest shared ones "
-            f"{'with' if _has_rope(config, layer_idx) else 'without'} rope"
+            f"{'with' if rope else 'without'} rope"
         )
     return sources[layer_idx]
 

@@ -6,6 +6,7 @@ on transformers' own caches or without one, and hands over to the stock forward 
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from compiled_dsa.huggingface.cache import PagedCache
 from compiled_dsa.huggingface.masks import square_mask, wants_weights
 from compiled_dsa.huggingface.stock_cache import Columns
 from compiled_dsa.indexer import Indexer
+from compiled_dsa.weights import is_readable
 
 
 @dataclass
@@ -63,6 +65,7 @@ class DSAAttentionMixin(SparseAttention):
     config: Any
     layer_idx: int
     dsa_stats: AttentionStats
+    stock_forward: Callable | None = None  # where more than the class has a say in it
 
     def forward(  # type: ignore[override]
         self,
@@ -84,18 +87,18 @@ class DSAAttentionMixin(SparseAttention):
                 kwargs,
             )  # fmt: skip
         B, S, _ = hidden_states.shape
-        x = hidden_states.reshape(B * S, -1)
         cos, sin = (_angles(e, B, S) for e in position_embeddings)
         positions = None if position_ids is None else position_ids.expand(B, S).flatten()
         if isinstance(past_key_values, PagedCache):
             batch, pools = past_key_values.step(self.layer_idx, hidden_states, attention_mask)
             start = past_key_values.window_start(self.layer_idx, B)
+            x = hidden_states.reshape(B * S, -1)
             out, topk = SparseAttention.forward(self, x, cos, sin, batch, pools, prev_topk_indices, start, positions)
         else:
+            shared_kv = kwargs.get("shared_kv_states")
             out, topk = self._on_stock_cache(
-                x, cos, sin, positions, B, S, attention_mask, past_key_values, prev_topk_indices,
-                kwargs.get("shared_kv_states"),
-            )  # fmt: skip
+                hidden_states, cos, sin, positions, attention_mask, past_key_values, prev_topk_indices, shared_kv
+            )
         out = out.view(B, S, -1)
         return (out, None, topk) if self.returns_topk else (out, None)
 
@@ -125,10 +128,8 @@ class DSAAttentionMixin(SparseAttention):
         return self.weights_reason()
 
     def weights_reason(self) -> str | None:
-        """Absorption reads the weight of ``kv_b_proj`` and never calls it: what adapters or hooks add would be lost."""
-        up = self.kv_b_proj
-        plain = type(up) is nn.Linear and not up._forward_hooks and not up._forward_pre_hooks
-        return None if plain else "kv_b_proj"
+        """Absorption reads the weight of ``kv_b_proj`` and never calls it: what hooks add would be lost."""
+        return None if is_readable(self.kv_b_proj) else "kv_b_proj"
 
     def _stock_forward(
         self, hidden_states, position_embeddings, attention_mask, past_key_values, position_ids, prev_topk, kwargs
@@ -143,8 +144,8 @@ class DSAAttentionMixin(SparseAttention):
             attention_mask = square_mask(attention_mask, B, first, S, columns, hidden_states.device)
         if self.returns_topk:
             kwargs = {**kwargs, "prev_topk_indices": prev_topk}
-        return self.stock_class.forward(
-            self,
+        forward = self.stock_forward or functools.partial(self.stock_class.forward, self)
+        return forward(
             hidden_states,
             position_embeddings,
             attention_mask,
@@ -153,11 +154,13 @@ class DSAAttentionMixin(SparseAttention):
             **kwargs,
         )
 
-    def _on_stock_cache(self, x, cos, sin, positions, B: int, S: int, columns_real, cache, prev_topk, shared_kv):
+    def _on_stock_cache(self, hidden_states, cos, sin, positions, columns_real, cache, prev_topk, shared_kv):
         """The ops over transformers' own cache, or over the step's own tokens when ``cache`` is None.
 
         ``shared_kv``: where layers leave latents for later ones, of a model whose layers do.
         """
+        B, S, _ = hidden_states.shape
+        x = hidden_states.reshape(B * S, -1)
         p = self.project(x, cos, sin, positions, deinterleave=True)  # transformers' order, also of index keys
         keys = None
         if self.indexer is not None:
@@ -208,7 +211,7 @@ _ADVICE = {
     "mask": "pass a 2D attention_mask",
     "attentions": "do not ask for output_attentions",
     "autocast": "convert the model instead, as with model.to(torch.bfloat16)",
-    "kv_b_proj": "merge the adapter into the weight, or remove the hook",
+    "kv_b_proj": "merge the adapter into the weight, or remove the hook or the bias",
     "packed": "pass packed sequences (position_ids that restart) without a cache, or the mask of a padded batch",
 }
 
@@ -256,6 +259,9 @@ def convert(module: Any, config: Any, returns_topk: bool, stats: AttentionStats)
     stock: type[nn.Module] = type(module)
     module.__class__ = converted_class(stock, returns_topk)  # type: ignore[arg-type]
     module.dsa_config, module.dsa_stats = dsa_config, stats
+    if "forward" in vars(module) and getattr(module, "_is_hooked", False):
+        # a tensor-parallel plan that wraps the stock forward, to hand it local parameters; ours asks for them itself
+        module.stock_forward = vars(module).pop("forward")
     if module.indexer is not None:
         stock_indexer: type[nn.Module] = type(module.indexer)
         module.indexer.__class__ = converted_indexer_class(stock_indexer)  # type: ignore[arg-type]

@@ -5,9 +5,7 @@ import copy
 import pytest
 
 from compiled_dsa.huggingface import replace_attention
-from tests.huggingface.tiny_models import MODEL_TYPES, RELATIVES, Pair, make_pair
-
-ALL_MODEL_TYPES = MODEL_TYPES + RELATIVES
+from tests.huggingface.tiny_models import ALL_MODEL_TYPES, MODEL_TYPES, Pair, make_pair
 
 
 @pytest.fixture(scope="session")

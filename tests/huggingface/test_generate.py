@@ -8,12 +8,13 @@ from transformers import CompileConfig, DynamicCache
 
 from compiled_dsa.huggingface import PagedCache
 from tests.huggingface.tiny_models import (
+    ALL_MODEL_TYPES,
     CACHES,
     INDEX_TOPK,
     MODEL_TYPES,
-    RELATIVES,
     left_padding,
     make_pair,
+    needs,
     prompt,
     small_pair,
     tiny_model,
@@ -159,7 +160,7 @@ def test_fewer_rows_than_the_cache_has_and_reset(pair):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("model_type", MODEL_TYPES + RELATIVES)
+@pytest.mark.parametrize("model_type", ALL_MODEL_TYPES)
 def test_other_dtypes_are_as_exact_as_the_stock_model(model_type, dtype):
     pair = make_pair(model_type, dtype, first_k_dense_replace=4)  # transformers' grouped experts have no fp64
     exact = copy.deepcopy(pair.stock).double()
@@ -218,9 +219,9 @@ def test_compiled_by_generate(model_type, cache):
         ("model.forward", "axk2", "paged"),
         ("model.forward", "glm_moe_dsa", "static"),
         ("model.forward", "glm_moe_dsa", "dynamic"),
-        ("model.forward", "hy_v4", "paged"),
-        ("model.forward", "dots3_note_text", "paged"),
-        ("model.forward", "mistral_large4_text", "paged"),
+        pytest.param("model.forward", "hy_v4", "paged", marks=needs("hy_v4")),
+        pytest.param("model.forward", "dots3_note_text", "paged", marks=needs("dots3_note_text")),
+        pytest.param("model.forward", "mistral_large4_text", "paged", marks=needs("mistral_large4_text")),
     ],
 )
 def test_compiled_whole(how, model_type, cache):

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from compiled_dsa.huggingface import PagedCache
 from tests.huggingface.conversation import CLOSE, FP8, Conversation, talk
-from tests.huggingface.tiny_models import MODEL_TYPES, left_padding, make_pair, prompt, tiny_config
+from tests.huggingface.tiny_models import MODEL_TYPES, left_padding, make_pair, needs, prompt, tiny_config
 
 
 def test_steps_of_all_sizes(pair):
@@ -205,6 +205,7 @@ def test_sizes_and_layers(pair):
     assert {t.dtype for layer in cache.pool.layers for t in layer.tensors()} == {torch.bfloat16}
 
 
+@needs("dots3_note_text")
 def test_windows_count_columns_of_padding_too(all_pairs):
     """Padding between tokens takes columns of a window, as in transformers, though it takes no place in the pages."""
     conversation = talk(all_pairs["dots3_note_text"])
@@ -213,6 +214,7 @@ def test_windows_count_columns_of_padding_too(all_pairs):
         conversation.feed(3, length, mask)
 
 
+@needs("dots3_note_text")
 def test_a_first_layer_with_a_window_is_refused():
     config = tiny_config("dots3_note_text", num_hidden_layers=2, layer_types=["sliding_attention", "indexed_attention"])
     with pytest.raises(ValueError, match=r"layer_types\[0\]='sliding_attention'; the first layer must be indexed"):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from compiled_dsa import Indexer, SparseAttention, huggingface
 from compiled_dsa.huggingface import PagedCache, replace_attention
-from tests.huggingface.tiny_models import CACHES, Pair, left_padding, prompt, tiny_config, tiny_model
+from tests.huggingface.tiny_models import CACHES, Pair, left_padding, needs, prompt, tiny_config, tiny_model
 
 
 def stock_attentions(model) -> list[torch.nn.Module]:
@@ -58,6 +58,7 @@ def test_checkpoints_are_those_of_the_stock_model(any_fresh_pair, tmp_path):
     same_logits(replace_attention(loaded), any_fresh_pair.ours)
 
 
+@needs("hy_v4")
 def test_parameters_that_stay_in_fp32(tmp_path):
     """hy_v4 keeps sinks, the norm of index keys and the index weights in fp32 whatever the model's dtype."""
     tiny_model("hy_v4", index_topk=64).save_pretrained(tmp_path)
@@ -256,6 +257,7 @@ def test_a_longer_model_with_several_shared_layers():
     assert torch.equal(ours.generate(prompt(2, 24), past_key_values=PagedCache(ours.config, 2, 32), **options), want)
 
 
+@needs("mistral_large4_text")
 @pytest.mark.parametrize("cache", CACHES)
 def test_latents_of_both_kinds_are_shared(cache):
     """Layers without rope take those of layer 1, layers with rope those of layer 0 and later of layer 4."""
@@ -273,6 +275,7 @@ def test_latents_of_both_kinds_are_shared(cache):
     assert pair.ours.dsa_stats.calls == 7 * 6 and not pair.ours.dsa_stats.stock_calls
 
 
+@needs("mistral_large4_text")
 def test_images_stay_with_the_stock_tower():
     """Only the text part of a composite model gets our attention implementation."""
     stock = tiny_model("mistral_large4_text")

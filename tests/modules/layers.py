@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import KVSharingDict
 
 from compiled_dsa import Batch, DSAConfig, PagePool, SparseAttention
 from compiled_dsa.attention import RMSNorm
@@ -41,7 +40,7 @@ def angles(positions: Tensor, R: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def stock_outputs(
-    stock: nn.Module, x: Tensor, prev_topk: Tensor | None = None, shared_kv: KVSharingDict | None = None
+    stock: nn.Module, x: Tensor, prev_topk: Tensor | None = None, shared_kv: dict | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' layer over one whole sequence x [n, hidden]: (outputs [n, hidden], selection or None).
 
@@ -54,7 +53,7 @@ def stock_outputs(
         mask += torch.full_like(mask, torch.finfo(x.dtype).min).tril(-stock.sliding_window)
     more = {} if prev_topk is None else {"prev_topk_indices": prev_topk}
     if hasattr(stock, "is_kv_shared_layer"):
-        more["shared_kv_states"] = KVSharingDict() if shared_kv is None else shared_kv
+        more["shared_kv_states"] = {} if shared_kv is None else shared_kv
         more["position_ids"] = torch.arange(n).unsqueeze(0)
     with torch.no_grad():
         out, *rest = stock(x.unsqueeze(0), embedding, mask, **more)

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.cache_utils import KVSharingDict
 
 from compiled_dsa import Batch, DSAConfig, SparseAttention
 from compiled_dsa.batch import DECODE, PREFILL
@@ -13,7 +12,7 @@ from compiled_dsa.cache import LayerPools
 from compiled_dsa.custom_ops.layout import FP8
 from compiled_dsa.graphs.compile_stats import CompileStats, counting_backend
 from compiled_dsa.graphs.torch_compat import compile_whole
-from tests.huggingface.tiny_models import INDEX_TOPK, MODEL_TYPES, RELATIVES
+from tests.huggingface.tiny_models import ALL_MODEL_TYPES, INDEX_TOPK, RELATIVES, needs
 from tests.modules.layers import Serving, our_layer, stock_layer, stock_outputs, tiny_dsa_config
 
 LENGTHS = (150, 70, 33)
@@ -40,8 +39,8 @@ def steps_of_all_kinds() -> list[tuple[list[int], dict]]:
     ]
 
 
-LAYERS = [(model_type, 0) for model_type in MODEL_TYPES + RELATIVES]
-LAYERS += [("dots3_note_text", 1), ("mistral_large4_text", 1)]  # a window; no rope
+LAYERS = [(model_type, 0) for model_type in ALL_MODEL_TYPES]
+LAYERS += [(name, 1) for name in ("dots3_note_text", "mistral_large4_text") if name in RELATIVES]  # a window; no rope
 
 
 @pytest.mark.parametrize(("model_type", "layer"), LAYERS)
@@ -60,7 +59,7 @@ def test_every_kind_of_step(model_type, layer, dtype, padding):
     assert serving.held == list(LENGTHS)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES + RELATIVES)
+@pytest.mark.parametrize("model_type", ALL_MODEL_TYPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_state_dicts_load_strictly_both_ways(model_type, bias):
     stock = stock_layer(model_type, torch.float32, attention_bias=bias)
@@ -299,11 +298,11 @@ def outputs_over(layer, x, **dtypes) -> torch.Tensor:
     return torch.cat([serving.step([new], kind=kind)[0] for new, kind in parts])
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_fp8_latents(model_type):
+@pytest.mark.parametrize(("model_type", "layer"), LAYERS)
+def test_fp8_latents(model_type, layer):
     """With everything selected, a latent's relative error is at most 2^-4 (half a unit of 3 mantissa bits), or half of
     e4m3's smallest step of 2^-9 of its group's scale; an output averages such errors."""
-    stock = stock_layer(model_type, torch.float64, index_topk=150)
+    stock = stock_layer(model_type, torch.float64, layer, index_topk=150)
     layer, x = our_layer(stock), requests(torch.float64)[0]
     want = stock_outputs(stock, x)[0]
     error = (outputs_over(layer, x, latent_dtype=FP8) - want).norm(dim=-1) / want.norm(dim=-1)
@@ -335,6 +334,7 @@ def test_axk2_gate_is_applied():
     assert (outputs_over(layer, x) - half).norm() > 0.1 * half.norm()
 
 
+@needs("hy_v4")
 def test_hy_v4_gate_and_sinks_are_applied():
     stock = stock_layer("hy_v4", torch.float64)
     layer, x = our_layer(stock), requests(torch.float64)[0]
@@ -345,6 +345,7 @@ def test_hy_v4_gate_and_sinks_are_applied():
         assert (outputs_over(other, x) - whole).norm() > 0.1 * whole.norm()
 
 
+@needs("dots3_note_text")
 def test_a_window_that_starts_later():
     """``window_start`` leaves out more of what the window reaches: as if the keys before it were not there."""
     stock = stock_layer("dots3_note_text", torch.float64, 1)
@@ -361,12 +362,13 @@ def test_a_window_that_starts_later():
     torch.testing.assert_close(got[25:], want, rtol=1e-12, atol=1e-12)
 
 
+@needs("mistral_large4_text")
 def test_latents_of_an_earlier_layer():
     """Layer 2 of this model attends the latents of layer 0 with its selection, layer 3 with one of its own."""
     stock = [stock_layer("mistral_large4_text", torch.float64, i) for i in (0, 2, 3)]
     layers, (x,) = [our_layer(layer) for layer in stock], requests(torch.float64, (90,))
     assert [layer.dsa_config.kv_source for layer in layers] == [None, 0, 0]
-    shared, topk, want = KVSharingDict(), None, []
+    shared, topk, want = {}, None, []
     for layer in stock:
         out, topk = stock_outputs(layer, x, topk, shared)
         want.append(out)

@@ -7,7 +7,7 @@ import torch
 from transformers import DeepseekV4Config, LlamaConfig, LongcatFlashConfig
 
 from compiled_dsa import DSAConfig, IndexFormat
-from tests.huggingface.tiny_models import MODEL_TYPES, RELATIVES, WINDOW, tiny_config, tiny_model
+from tests.huggingface.tiny_models import ALL_MODEL_TYPES, MODEL_TYPES, WINDOW, needs, tiny_config, tiny_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0,
         "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}  # fmt: skip
@@ -40,12 +40,14 @@ def test_variants_come_from_the_model_type(model_type, interleaved, gate):
     assert config.index_k_norm == "layer"
 
 
+@needs("hy_v4")
 def test_variants_of_hy_v4():
     config = DSAConfig.from_hf(tiny_config("hy_v4"))
     assert config.index_format == IndexFormat(rope_interleaved=False, rope_last=True)
     assert not config.rope_interleaved and config.sinks and config.output_gate == "value"
 
 
+@needs("dots3_note_text")
 def test_variants_of_dots3_note():
     hf = tiny_config("dots3_note_text", num_hidden_layers=2)
     indexed, sliding = (DSAConfig.from_hf(hf, i) for i in range(2))
@@ -57,6 +59,7 @@ def test_variants_of_dots3_note():
     assert indexed.latent_norm_eps == hf.rms_norm_eps == 1e-5
 
 
+@needs("mistral_large4_text")
 def test_variants_of_mistral_large4():
     hf = tiny_config("mistral_large4_text")
     rope, plain, reuse, indexed = (DSAConfig.from_hf(hf, i) for i in range(4))
@@ -67,6 +70,7 @@ def test_variants_of_mistral_large4():
     assert [c.index_shared for c in (rope, plain, reuse, indexed)] == [False, False, True, False]
 
 
+@needs("mistral_large4_text")
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
@@ -81,13 +85,14 @@ def test_latents_that_transformers_would_not_read_are_refused(sources, message):
         [DSAConfig.from_hf(hf, i) for i in range(4)]
 
 
+@needs("dots3_note_text")
 def test_other_kinds_of_layers_are_refused():
     hf = tiny_config("dots3_note_text", use_dsa=False)
     with pytest.raises(ValueError, match=r"layer_types\[0\]='full_attention'; layers have an indexer or a sliding"):
         DSAConfig.from_hf(hf)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES + RELATIVES)
+@pytest.mark.parametrize("model_type", ALL_MODEL_TYPES)
 def test_eps_and_scale_are_those_of_the_stock_module(model_type):
     model = tiny_model(model_type, rms_norm_eps=1e-5, rope_parameters=YARN)
     attention = model.get_decoder().layers[0].self_attn
