@@ -35,6 +35,7 @@ def test_json(capsys):
     main(["--json"])
     report = json.loads(capsys.readouterr().out)
     assert report["versions"]["torch"] == torch.__version__
+    assert {"deepseek_v32", "hy_v4"} <= set(report["models"])
     on_cpu = [row for row in report["ops"] if row["device"] == "cpu"]
     assert {(row["op"], row["pool"]) for row in on_cpu} == {(op, pool) for op in OPS for pool in overview.POOL_DTYPES}
     for row in on_cpu:
@@ -46,6 +47,7 @@ def test_json(capsys):
 def test_text_names_every_op_version_and_reason(capsys):
     report = {
         "versions": {"torch": "2.13.0", "triton": None},
+        "models": ["deepseek_v32"],
         "devices": [{"type": "cpu", "name": "x86_64"}, {"type": "cuda", "name": "H200", "capability": "9.0"}],
         "ops": [
             {
@@ -64,6 +66,7 @@ def test_text_names_every_op_version_and_reason(capsys):
     text = capsys.readouterr().out
     for expected in (
         *OPS,
+        "deepseek_v32",
         "2.13.0",
         "not installed",
         "H200, capability 9.0",

@@ -17,6 +17,7 @@ from rich.table import Table
 from compiled_dsa.custom_ops import OPS, Op
 from compiled_dsa.custom_ops.layout import FP8, index_pool_shape, latent_pool_shape
 from compiled_dsa.custom_ops.providers import ELSEWHERE
+from compiled_dsa.family import MODELS
 
 # T rows, H heads, N nope dim, V value dim, L latent dim, R rope dim, HI index heads, D index head dim, K top-k, P pages
 T, H, N, V, L, R = 1, 128, 128, 128, 512, 64
@@ -83,7 +84,7 @@ def overview() -> dict:
                 row = {"op": op.name, "graph": graph, "pool": pool, "device": device["type"]}
                 ops.append({**row, "provider": provider, "others": others})
     versions = {"python": platform.python_version(), **{name: version(name) for name in DISTRIBUTIONS}}
-    return {"versions": versions, "devices": devices, "ops": ops, "elsewhere": ELSEWHERE}
+    return {"versions": versions, "models": list(MODELS), "devices": devices, "ops": ops, "elsewhere": ELSEWHERE}
 
 
 def show(report: dict, console: Console) -> None:
@@ -91,6 +92,7 @@ def show(report: dict, console: Console) -> None:
     gpus = [f"{d['name']}, capability {d['capability']}" for d in report["devices"] if d["type"] == "cuda"]
     for name, value in {**report["versions"], "GPU": gpus[0] if gpus else "none"}.items():
         console.print(f"{name:<18} {value or 'not installed'}", highlight=False)
+    console.print(f"{'models':<18} {', '.join(report['models'])}", highlight=False)
     served = Table("op", "in a graph", "pool", "device", "served by")
     others: dict[tuple[str, str, str], list[str]] = {}
     for row in report["ops"]:
