@@ -90,8 +90,7 @@ class DSAAttentionMixin(SparseAttention):
         cos, sin = (_angles(e, B, S) for e in position_embeddings)
         positions = None if position_ids is None else position_ids.expand(B, S).flatten()
         if isinstance(past_key_values, PagedCache):
-            batch, pools = past_key_values.step(self.layer_idx, hidden_states, attention_mask)
-            start = past_key_values.window_start(self.layer_idx, B)
+            batch, pools, start = past_key_values.step(self.layer_idx, hidden_states, attention_mask)
             x = hidden_states.reshape(B * S, -1)
             out, topk = SparseAttention.forward(self, x, cos, sin, batch, pools, prev_topk_indices, start, positions)
         else:

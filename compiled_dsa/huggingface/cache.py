@@ -278,8 +278,11 @@ class PagedCache(Cache):
 
     # ---- what a forward reads ------------------------------------------------------------------------------------
 
-    def step(self, layer_idx: int, hidden_states: Tensor, columns_real: Tensor | None) -> tuple[Batch, LayerPools]:
-        """The batch of the forward under way and the pools of a layer. Layer 0 advances the lengths.
+    def step(
+        self, layer_idx: int, hidden_states: Tensor, columns_real: Tensor | None
+    ) -> tuple[Batch, LayerPools, Tensor | None]:
+        """The batch of the forward under way, the pools of a layer and where its window starts in each row, if it has
+        one (None: nowhere in particular). Layer 0 advances the lengths.
 
         Args:
             hidden_states: [B, S, hidden].
@@ -298,11 +301,12 @@ class PagedCache(Cache):
             raise ValueError(f"hidden states are on {hidden_states.device}; PagedCache lies on {pools.latents.device}")
         if (source := self.layer_configs[layer_idx].kv_source) is not None:
             pools = LayerPools(self.pool.layers[source].latents, pools.index_keys)
+        start = self._window_start(layer_idx, hidden_states.shape[0])
         if layer_idx == len(self.layers) - 1:
-            self._batch = None
-        return batch, pools
+            self._batch = self._step_columns = None
+        return batch, pools, start
 
-    def window_start(self, layer_idx: int, batch_size: int) -> Tensor | None:
+    def _window_start(self, layer_idx: int, batch_size: int) -> Tensor | None:
         """First position int64 [T] that each row of the forward under way attends in a layer with a window.
 
         A window counts columns, padding included, as in transformers. None: no column is padding, or no window.
