@@ -17,6 +17,7 @@ from compiled_dsa.custom_ops.sparse_mla import sparse_mla_decode
 from compiled_dsa.custom_ops.store_latents import store_latents
 from compiled_dsa.indexer import Indexer
 from compiled_dsa.rope import SoftmaxScaling, query_factors, rotate
+from compiled_dsa.weights import local, up_projection
 
 
 class RMSNorm(nn.Module):
@@ -140,9 +141,9 @@ class SparseAttention(nn.Module):
         """Attention [T, hidden] of the rows over the tokens of ``topk``, or over all visible ones when it is None."""
         c = self.dsa_config
         T, H, N = p.q_nope.shape
-        kv_b = self.kv_b_proj.weight.view(H, N + c.v_head_dim, c.kv_lora_rank)
+        kv_b = up_projection(self.kv_b_proj, N + c.v_head_dim, p.q_nope.dtype)
         count = batch.visible if topk is None else batch.visible.clamp(max=topk.shape[1])
-        sinks = self.sinks.float() if c.sinks else None
+        sinks = local(self.sinks).float() if c.sinks else None
         where = (latent_pool, topk, count, batch.page_table, batch.req_of_row)
         if batch.kind == DECODE:
             # absorb and un-absorb as batched GEMMs over heads; the op takes the [H, T, L] layout through strides

@@ -14,6 +14,7 @@ from compiled_dsa.custom_ops.index_topk import index_topk_decode, index_topk_pre
 from compiled_dsa.custom_ops.layout import compute_dtype
 from compiled_dsa.custom_ops.store_index_keys import quantize_rows, store_index_keys
 from compiled_dsa.rope import SoftmaxScaling, query_factors, rotate_part
+from compiled_dsa.weights import FP8, effective_weight, is_readable
 
 
 @functools.cache
@@ -83,11 +84,9 @@ class Indexer(nn.Module):
         q = self._encode(q, cos.unsqueeze(1), sin.unsqueeze(1), deinterleave)
         fold = c.index_n_heads**-0.5 * c.index_head_dim**-0.5
         if not fp8:
-            weights = self.weights_proj(x.to(self.weights_proj.weight.dtype))
-            return q, weights.to(compute_dtype(x.dtype)) * fold
+            return q, self._head_weights(x, fp32=False).to(compute_dtype(x.dtype)) * fold
         q, scales = quantize_rows(q, c.index_format.scale_ue8m0)
-        weights = nn.functional.linear(x.float(), self.weights_proj.weight.float())
-        return q, weights * fold * scales
+        return q, self._head_weights(x, fp32=True).float() * fold * scales
 
     def store(self, keys: Tensor, batch: Batch, pool: Tensor) -> None:
         """Writes the rows' keys into the pool, in its dtype. A keys-only call is this alone."""
@@ -143,6 +142,18 @@ class Indexer(nn.Module):
         return None if batch.skip_scores else self.select(x, q_lora, cos, sin, batch, pool, positions)
 
     forward = store_and_select
+
+    def _head_weights(self, x: Tensor, *, fp32: bool) -> Tensor:
+        """``weights_proj`` of x [T, hidden]: [T, HI], in fp32 or as the layer itself rounds.
+
+        Never in fp8, whatever the layer: its rounding decides the selection. A layer with hooks or an adapter of an
+        unknown kind is called.
+        """
+        linear = self.weights_proj
+        if is_readable(linear) and (fp32 or linear.weight.dtype == FP8):
+            dtype = torch.float32 if fp32 else x.dtype
+            return nn.functional.linear(x.to(dtype), effective_weight(linear, dtype))
+        return linear(x if linear.weight.dtype == FP8 else x.to(linear.weight.dtype))
 
     def _norm_fp32(self, k: Tensor) -> Tensor:
         norm = self.k_norm

@@ -20,6 +20,7 @@ from compiled_dsa.family import model_spec
 from compiled_dsa.huggingface import masks
 from compiled_dsa.huggingface.attention import AttentionStats, DSAAttentionMixin, convert
 from compiled_dsa.huggingface.cache import PagedCache
+from compiled_dsa.weights import hold_weight
 
 __all__ = ["AttentionStats", "PagedCache", "replace_attention"]
 
@@ -66,6 +67,7 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
     model.dsa_stats = converted[0].dsa_stats if converted else AttentionStats()
     for module in modules:
         convert(module, config, spec.passes_selection, model.dsa_stats)
+    model.dsa_layers = [m for m in model.modules() if isinstance(m, DSAAttentionMixin)]
     parts = [name for name in model.config.sub_configs if getattr(model.config, name) is config]  # vision stays stock
     model.set_attn_implementation(dict.fromkeys(parts, masks.IMPLEMENTATION) if parts else masks.IMPLEMENTATION)
     model.register_forward_pre_hook(_begin_forward, with_kwargs=True)
@@ -73,15 +75,19 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _begin_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]):
-    """Forward pre-hook: what the host has to check and note for a PagedCache before a forward."""
+    """Forward pre-hook: what the host has to check and note before a forward, most of it for a PagedCache."""
     if torch.compiler.is_compiling():
         return None
+    dtype = model.dtype
+    for layer in model.dsa_layers:
+        up = layer.kv_b_proj
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in up.parameters())):  # then it is called
+            hold_weight(up, dtype)
     arguments = dict(zip(_positional_names(type(model).forward), args)) | kwargs
     cache = arguments.get("past_key_values")
     if not isinstance(cache, PagedCache):
         return None
     _refuse_stock_forward(model, arguments)
-    dtype = model.dtype
     if cache.serves != (id(model.dsa_stats), dtype):  # a walk over all modules, so not at every step
         layers = [m for m in model.modules() if isinstance(m, DSAAttentionMixin)]
         for layer in layers:
