@@ -25,7 +25,19 @@ DEFAULT_SCRATCH_BYTES = 512 << 20
 _REFERENCE_SCORES = 1 << 18  # scores at a time in the reference; choosing among them takes some 30 bytes a score
 
 
-def check_decode(q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic) -> None:
+def check_decode(
+    q,
+    weights,
+    pool,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,
+    deterministic,
+    positions_out=None,
+    init_tokens=0,
+    local_tokens=0,
+) -> None:
     check_shape("q", q, None, None, None)
     T, HI, D = q.shape
     check_index_pool(pool, D)
@@ -39,10 +51,38 @@ def check_decode(q, weights, pool, page_table, req_of_row, visible, topk_out, de
     for name, tensor in (("page_table", page_table), ("req_of_row", req_of_row), ("visible", visible)):
         check_dtype(name, tensor, torch.int32)
     check_dtype("topk_out", topk_out, torch.int32)
+    if positions_out is not None:
+        check_shape("positions_out", positions_out, *topk_out.shape)
+        check_dtype("positions_out", positions_out, torch.int32)
+    check_forced(init_tokens, local_tokens, topk_out.shape[1])
 
 
-def check_prefill(q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes) -> None:
-    check_decode(q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic)
+def check_forced(init_tokens: int, local_tokens: int, K: int) -> None:
+    """Raises ValueError unless so many tokens can always be among K."""
+    if min(init_tokens, local_tokens) < 0 or init_tokens + local_tokens > K:
+        raise ValueError(
+            f"init_tokens={init_tokens}, local_tokens={local_tokens}; neither may be negative, and {K} are selected"
+        )
+
+
+def check_prefill(
+    q,
+    weights,
+    pool,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,
+    deterministic,
+    scratch_bytes,
+    positions_out=None,
+    init_tokens=0,
+    local_tokens=0,
+) -> None:
+    check_decode(
+        q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, positions_out, init_tokens,
+        local_tokens,
+    )  # fmt: skip
     row_bytes = 4 * PAGE * page_table.shape[1]
     if scratch_bytes < row_bytes:
         raise ValueError(
@@ -78,7 +118,20 @@ def scores_of_rows(q: Tensor, weights: Tensor, keys: Tensor, key_scales: Tensor 
     return scores if key_scales is None else scores.mul_(key_scales.to(dtype))
 
 
-def reference(q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes=0) -> None:
+def reference(
+    q,
+    weights,
+    pool,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,
+    deterministic,
+    scratch_bytes=0,
+    positions_out=None,
+    init_tokens=0,
+    local_tokens=0,
+) -> None:
     """Rows that see at most K keys get them all, without scores; for the others the K best are chosen."""
     T, K = topk_out.shape
     if T == 0:
@@ -88,6 +141,8 @@ def reference(q, weights, pool, page_table, req_of_row, visible, topk_out, deter
     lanes = torch.arange(K, device=q.device)
     everything = logical_slots(page_table, req_of_row.long()[:, None], lanes[None], pages)
     topk_out.copy_(torch.where(lanes < visible[:, None], everything, -1))
+    if positions_out is not None:
+        positions_out.copy_(torch.where(topk_out >= 0, lanes, -1))
     if pages == 0:
         return
     keys, key_scales = split_index_pool(pool)
@@ -101,24 +156,31 @@ def reference(q, weights, pool, page_table, req_of_row, visible, topk_out, deter
         scales = None if key_scales is None else key_scales[at]
         for part in rows.split(max(1, _REFERENCE_SCORES // n)):
             scores = scores_of_rows(q[part], weights[part], gathered, scales)
-            outside = (torch.arange(n, device=q.device) >= visible[part, None]) | (slots < 0)
-            topk_out[part] = choose(scores.masked_fill_(outside, torch.nan), slots, K, deterministic)
+            position, end = torch.arange(n, device=q.device), visible[part, None]
+            exists = (position < end) & (slots >= 0)
+            forced = exists & ((position < init_tokens) | (position >= end - local_tokens))
+            chosen = choose(scores.masked_fill_(~exists, torch.nan), forced, K, deterministic)
+            topk_out[part] = torch.where(chosen < 0, -1, slots[chosen]).int()
+            if positions_out is not None:
+                positions_out[part] = chosen.int()
 
 
-def choose(scores: Tensor, slots: Tensor, K: int, deterministic: bool) -> Tensor:
-    """The slots of the K best scores of each row, -1 where fewer than K are not NaN."""
+def choose(scores: Tensor, forced: Tensor, K: int, deterministic: bool) -> Tensor:
+    """The positions [rows, K] of those ``forced`` and of the best other scores, -1 where fewer than K are numbers."""
     key = order_key(scores)
+    key.masked_fill_(forced, torch.iinfo(key.dtype).max)  # which no score maps to
     if deterministic:
         best_key, best = (x[:, :K] for x in key.sort(dim=-1, descending=True, stable=True))
     else:
         best_key, best = key.topk(K, dim=-1)
-    return torch.where(best_key == torch.iinfo(key.dtype).min, -1, slots[best]).int()
+    return torch.where(best_key == torch.iinfo(key.dtype).min, -1, best)
 
 
 _ARGUMENTS = (
     "Tensor q, Tensor weights, Tensor pool, Tensor page_table, Tensor req_of_row, Tensor visible, "
     "Tensor(a!) topk_out, bool deterministic"
 )
+_OPTIONS = "Tensor(b!)? positions_out=None, int init_tokens=0, int local_tokens=0"
 _PROVIDERS = {  # the libraries have not been measured yet: they run where triton refuses, or by name
     "triton": "compiled_dsa.custom_ops.kernels.index_topk",
     "deep_gemm": "compiled_dsa.custom_ops.providers.deep_gemm",
@@ -127,20 +189,32 @@ _PROVIDERS = {  # the libraries have not been measured yet: they run where trito
 }
 
 INDEX_TOPK_DECODE = define(
-    f"index_topk_decode({_ARGUMENTS})", check=check_decode, reference=reference, providers=_PROVIDERS
+    f"index_topk_decode({_ARGUMENTS}, {_OPTIONS})", check=check_decode, reference=reference, providers=_PROVIDERS
 )
 INDEX_TOPK_PREFILL = define(
-    f"index_topk_prefill({_ARGUMENTS}, int scratch_bytes)",
+    f"index_topk_prefill({_ARGUMENTS}, int scratch_bytes, {_OPTIONS})",
     check=check_prefill,
     reference=reference,
     providers=_PROVIDERS,
     split=True,
-    rows={"q": None, "weights": None, "req_of_row": None, "visible": None, "topk_out": -1},
+    rows={"q": None, "weights": None, "req_of_row": None, "visible": None, "topk_out": -1, "positions_out": -1},
 )
 
 
 def index_topk_decode(
-    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic=False, *, provider: str | None = None
+    q,
+    weights,
+    pool,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,
+    deterministic=False,
+    positions_out=None,
+    init_tokens=0,
+    local_tokens=0,
+    *,
+    provider: str | None = None,
 ) -> None:
     """Chooses, for every row, the K keys with the best index scores, in place.
 
@@ -157,13 +231,19 @@ def index_topk_decode(
             distinct keys, unordered, then -1. A row that sees at most K keys gets all of them in order, no score looked
             at; a position without a page leaves -1 in its place.
         deterministic: among equal scores the lowest position wins, and replays are bitwise equal.
+        positions_out: int32 [T, K] or None, written whole: the position in its request of each lane of ``topk_out``,
+            -1 where that is -1.
+        init_tokens, local_tokens: the first ``init_tokens`` and the last ``local_tokens`` of the visible positions are
+            always chosen where they have a page, whatever their scores (NaN too); the best others take what is left of
+            K. With either, Triton ranks a score of +inf with the largest finite number.
 
     Raises:
-        ValueError: a shape or dtype outside this contract.
+        ValueError: a shape or dtype outside this contract, or more than K tokens that are always chosen.
     """
     torch.ops.compiled_dsa.index_topk_decode(
-        q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, provider=provider
-    )
+        q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, positions_out, init_tokens,
+        local_tokens, provider=provider,
+    )  # fmt: skip
 
 
 def index_topk_prefill(
@@ -176,6 +256,9 @@ def index_topk_prefill(
     topk_out,
     deterministic=False,
     scratch_bytes=DEFAULT_SCRATCH_BYTES,
+    positions_out=None,
+    init_tokens=0,
+    local_tokens=0,
     *,
     provider: str | None = None,
 ) -> None:
@@ -185,5 +268,6 @@ def index_topk_prefill(
     holds some MB at a time, whatever the budget.
     """
     torch.ops.compiled_dsa.index_topk_prefill(
-        q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes, provider=provider
-    )
+        q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes, positions_out,
+        init_tokens, local_tokens, provider=provider,
+    )  # fmt: skip

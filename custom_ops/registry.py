@@ -1,18 +1,21 @@
 """Where an operator meets its providers.
 
 An op is one schema in the ``compiled_dsa`` library, one check of its arguments, one CPU reference, and any number of
-providers: modules with ``refuses(*args) -> str | None`` and ``run(*args) -> None`` that take the op's arguments in the
-order of its schema. Which provider runs is either named by the caller (keyword ``provider=``) or the first of the op's
-ordered tuple that does not refuse; what was asked for by name is never replaced by something else.
+providers: modules with ``refuses(**arguments) -> str | None`` and ``run(**arguments) -> None`` that take the op's
+arguments by the names of its schema, those with default values included. Which provider runs is either named by the
+caller (keyword ``provider=``) or the first of the op's ordered tuple that does not refuse; what was asked for by name
+is never replaced by something else.
 
-A provider whose first call builds or loads something may have a ``warmup(*args) -> None``, which ``Op.warmup`` calls;
-inside a CUDA graph capture it raises RuntimeError where that work would be left to do.
+A provider whose first call builds or loads something may have a ``warmup(**arguments) -> None``, which ``Op.warmup``
+calls; inside a CUDA graph capture it raises RuntimeError where that work would be left to do.
 """
 
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -35,6 +38,7 @@ class Op:
         split: True when graphs are cut at this op (it runs between captured segments, not inside one).
         rows: of a split op, place of each argument with one entry a row -> what its padding rows hold after a call
             between segments, None for one that is only read (capture.py).
+        arguments: name -> default value, in the order of the schema.
     """
 
     name: str
@@ -43,10 +47,18 @@ class Op:
     providers: dict[str, str] = field(default_factory=dict)
     split: bool = False
     rows: dict[int, float | None] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def overload(self) -> torch._ops.OpOverload:
         return getattr(torch.ops.compiled_dsa, self.name).default
+
+    def with_defaults(self, args: tuple) -> tuple:
+        """``args`` made whole: torch leaves out trailing arguments that have their default values."""
+        return args + tuple(self.arguments.values())[len(args) :]
+
+    def by_name(self, args: tuple) -> dict[str, Any]:
+        return dict(zip(self.arguments, self.with_defaults(args), strict=True))
 
     def names(self) -> tuple[str, ...]:
         return (REFERENCE, *self.providers)
@@ -69,7 +81,7 @@ class Op:
             module = self.module(provider)
         except ImportError as error:
             return f"cannot be imported: {error}"
-        return module.refuses(*args)
+        return module.refuses(**self.by_name(args))
 
     def choose(self, provider: str | None, *args) -> str:
         """The name of the provider that serves these arguments.
@@ -97,23 +109,24 @@ class Op:
         name = self.choose(provider, *args)
         if name != REFERENCE and hasattr(self.module(name), "warmup"):
             with torch.cuda.device_of(next(a for a in args if isinstance(a, torch.Tensor))):
-                self.module(name).warmup(*args)
+                self.module(name).warmup(**self.by_name(args))
 
     def check_all(self, *args) -> None:
         """Raises ValueError unless the arguments share a device and keep the op's contract."""
         device = _device(args)
         for position, argument in enumerate(args):
             if isinstance(argument, torch.Tensor) and argument.device != device:
-                name = self.overload._schema.arguments[position].name
+                name = tuple(self.arguments)[position]
                 raise ValueError(
                     f"{name} is on {argument.device}, other arguments on {device}; all must share a device"
                 )
-        self.check(*args)
+        self.check(**self.by_name(args))
 
     def __call__(self, *args, provider: str | None = None) -> None:
         self.check_all(*args)
         name = self.choose(provider, *args)
-        run = self.reference if name == REFERENCE else self.module(name).run
+        run = partial(self._call, self.reference if name == REFERENCE else self.module(name).run)
+        args = self.with_defaults(args)
         device = _device(args)
         if device.type == "cpu":
             run(*args)
@@ -122,6 +135,9 @@ class Op:
                 self._run(run, args)
         else:
             self._run(run, args)
+
+    def _call(self, function: Callable[..., None], *args) -> None:
+        function(**self.by_name(args))
 
     def _run(self, run: Callable[..., None], args: tuple) -> None:
         if self.split:
@@ -155,9 +171,11 @@ def define(
     name, arguments = schema.rstrip(")").split("(", 1)
     tags = [torch.Tag.needs_fixed_stride_order] + ([torch.Tag.cudagraph_unsafe] if split else [])
     LIBRARY.define(f"{name}({arguments}, *, str? provider=None) -> ()", tags=tags)
-    places = [argument.split("=")[0].split()[-1] for argument in arguments.split(",")]
+    schema_arguments = getattr(torch.ops.compiled_dsa, name).default._schema.arguments
+    defaults = {a.name: a.default_value for a in schema_arguments if not a.kwarg_only}
+    places = list(defaults)
     by_place = {places.index(argument): fill for argument, fill in (rows or {}).items()}
-    op = Op(name, check, reference, providers, split, by_place)
+    op = Op(name, check, reference, providers, split, by_place, defaults)
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, op.__call__, key)
 

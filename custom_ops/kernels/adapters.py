@@ -157,6 +157,7 @@ def _write_positions(
     req_of_row,
     visible,
     topk_out,  # [T, K]
+    positions_out,  # [T, K], if POSITIONS
     columns,
     pages,
     K,
@@ -165,15 +166,21 @@ def _write_positions(
     scores_row,
     table_row,
     out_row,
+    positions_out_row,
     LANES: tl.constexpr,
+    POSITIONS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     n = tl.minimum(tl.load(visible + row), columns)
     table = page_table + tl.load(req_of_row + row).to(tl.int64) * table_row
     out = topk_out + row * out_row
+    out_positions = positions_out + row * positions_out_row
     lane = tl.arange(0, LANES)
     if n <= K:
-        tl.store(out + lane, paged_slots(table, lane, lane < n, pages).to(tl.int32), mask=lane < K)
+        slot = paged_slots(table, lane, lane < n, pages).to(tl.int32)
+        tl.store(out + lane, slot, mask=lane < K)
+        if POSITIONS:
+            tl.store(out_positions + lane, tl.where(slot >= 0, lane, -1), mask=lane < K)
         return
     position = tl.load(positions + row * positions_row + lane, mask=lane < chosen, other=-1).to(tl.int32)
     inside = (position >= 0) & (position < n)
@@ -184,6 +191,9 @@ def _write_positions(
     tl.store(out + place, slot.to(tl.int32), mask=taken)
     count = tl.sum(taken.to(tl.int32), axis=0)
     tl.store(out + lane, tl.full([LANES], -1, tl.int32), mask=(lane >= count) & (lane < K))
+    if POSITIONS:
+        tl.store(out_positions + place, position, mask=taken)
+        tl.store(out_positions + lane, tl.full([LANES], -1, tl.int32), mask=(lane >= count) & (lane < K))
 
 
 def write_positions(
@@ -194,9 +204,10 @@ def write_positions(
     visible: Tensor,
     topk_out: Tensor,
     pages: int,
+    positions_out: Tensor | None = None,
 ) -> None:
-    """Writes ``topk_out`` [T, K] whole, from positions [T, n] that a selection chose among ordered scores (see
-    ``order_scores``): slots of those whose score is not -inf, then -1."""
+    """Writes ``topk_out`` and, if any, ``positions_out``, both [T, K] and whole, from positions [T, n] that a selection
+    chose among ordered scores (see ``order_scores``): slots of those whose score is not -inf, then -1."""
     T, K = topk_out.shape
     _write_positions[(T,)](
         positions,
@@ -205,6 +216,7 @@ def write_positions(
         req_of_row,
         visible,
         topk_out,
+        topk_out if positions_out is None else positions_out,
         page_table.shape[1] * PAGE,
         pages,
         K,
@@ -213,7 +225,9 @@ def write_positions(
         scores.stride(0),
         page_table.stride(0),
         topk_out.stride(0),
+        0 if positions_out is None else positions_out.stride(0),
         LANES=max(16, triton.next_power_of_2(K)),
+        POSITIONS=positions_out is not None,
         num_warps=8,
     )
 

@@ -1,7 +1,8 @@
 """index_topk in Triton: scores of a slice of rows into scratch, then an exact selection, one program a row.
 
 The scores kernel multiplies a block of keys with all index heads of up to ``128 / HI`` rows at once, so that rows of a
-request share the loads of its keys; for long rows it also leaves the maximum of every few neighbouring scores. In the
+request share the loads of its keys; for long rows it also leaves the maximum of every few neighbouring scores. A key
+that is always chosen gets a score of +inf; other such scores then become the largest finite number. In the
 selection (select.py) the lowest positions win among equal scores, with and without ``deterministic``. Rows that see at
 most K keys take them all; their scores are neither computed nor read.
 
@@ -27,10 +28,24 @@ from compiled_dsa.custom_ops.layout import PAGE, split_index_pool
 TILE_COLUMNS = 128  # rows * index heads of one tile of scores
 WAVES = 4  # programs a multiprocessor, where the rows are too few to fill the device
 PREFILL_ROWS = 8  # so many rows a request: the scores are bound by arithmetic, with fewer by reading keys
+_LARGEST = tl.constexpr(3.4028234663852886e38)  # of finite fp32 numbers
 STAGES = 5  # pages are read two blocks ahead, their keys and scales one or two
 
 
-def refuses(q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes=0) -> str | None:
+def refuses(
+    q,
+    weights,
+    pool,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,
+    deterministic,
+    scratch_bytes: int | None = None,
+    positions_out=None,
+    init_tokens=0,
+    local_tokens=0,
+) -> str | None:
     model_dtype = {} if pool.dtype == torch.uint8 else {"q": q}
     return (
         refuses_device(pool)
@@ -43,11 +58,12 @@ def refuses(q, weights, pool, page_table, req_of_row, visible, topk_out, determi
             req_of_row=req_of_row,
             visible=visible,
             topk_out=topk_out,
+            positions_out=positions_out,
         )
     )
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "pages", "K"])
+@triton.jit(do_not_specialize=["rows", "columns", "pages", "K", "init_tokens", "local_tokens"])
 def _scores(
     q,  # [rows, HI, D]
     weights,  # [rows, HI]
@@ -70,6 +86,8 @@ def _scores(
     table_row,
     scores_row,
     maxima_row,
+    init_tokens,
+    local_tokens,
     HI: tl.constexpr,
     HI_PADDED: tl.constexpr,
     D: tl.constexpr,
@@ -82,6 +100,7 @@ def _scores(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
+    FORCED: tl.constexpr,  # some tokens are always chosen
 ):
     first = tl.program_id(0) * ROWS
     lane = tl.arange(0, ROWS)
@@ -142,6 +161,12 @@ def _scores(
                 dots = tl.where(real[None, :], dots, 0.0)
             score = tl.sum(tl.reshape(dots * w[None, :], [BLOCK, ROWS, HI_PADDED]), axis=2)
             score *= tl.broadcast_to(scale, [BLOCK])[:, None]
+            if FORCED:
+                position = (start + lanes)[:, None]
+                forced = (position < init_tokens) | (position >= (seen - local_tokens)[None, :])
+                forced &= tl.broadcast_to(good, [BLOCK])[:, None]
+                score = tl.where(score == float("inf"), _LARGEST, score)
+                score = tl.where(forced, float("inf"), score)
             tl.store(lines + (start + lanes)[:, None], score, mask=same[None, :])
             if GROUP > 1:
                 best = tl.max(tl.reshape(score, [BLOCK // GROUP, GROUP, ROWS]), axis=1)  # NaN where all are
@@ -149,7 +174,19 @@ def _scores(
 
 
 def write_scores(
-    q, weights, pool, page_table, req_of_row, visible, scores, maxima, K: int, group: int, rows_per_request: int
+    q,
+    weights,
+    pool,
+    page_table,
+    req_of_row,
+    visible,
+    scores,
+    maxima,
+    K: int,
+    group: int,
+    rows_per_request: int,
+    init_tokens: int = 0,
+    local_tokens: int = 0,
 ) -> None:
     rows, HI, D = q.shape
     keys, key_scales = split_index_pool(pool)
@@ -184,6 +221,8 @@ def write_scores(
         page_table.stride(0),
         scores.stride(0),
         maxima.stride(0),
+        init_tokens,
+        local_tokens,
         HI=HI,
         HI_PADDED=HI_padded,
         D=D,
@@ -196,6 +235,7 @@ def write_scores(
         PRECISION=dot_precision(q.dtype),
         STAGES=None if exact or prefill else STAGES,
         EARLY=dependent_launch(q.device),
+        FORCED=init_tokens + local_tokens > 0,
         num_warps=4,
         num_stages=1 if exact else 3,
         maxnreg=128 if prefill and not group and not exact else None,  # four programs a multiprocessor
@@ -203,14 +243,27 @@ def write_scores(
 
 
 def run(
-    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes: int | None = None
+    q,
+    weights,
+    pool,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,
+    deterministic,
+    scratch_bytes: int | None = None,
+    positions_out=None,
+    init_tokens=0,
+    local_tokens=0,
 ) -> None:
     """Rows are cut so that their scratch fits into ``scratch_bytes``; without a bound they are scored together."""
     T, K = topk_out.shape
     if T == 0 or K == 0:
         return
     if pool.shape[0] == 0 or page_table.shape[0] == 0:
-        topk_out.fill_(-1)
+        for out in (topk_out, positions_out):
+            if out is not None:
+                out.fill_(-1)
         return
     columns = page_table.shape[1] * PAGE
     scored = columns > K
@@ -230,5 +283,9 @@ def run(
         part = slice(start, min(start + rows_at_once, T))
         rows = (page_table, req_of_row[part], visible[part])
         if scored:
-            write_scores(q[part], weights[part], pool, *rows, scores, maxima, K, group, rows_per_request)
-        write_slots(scores, maxima, *rows, topk_out[part], pool.shape[0], group, early)
+            write_scores(
+                q[part], weights[part], pool, *rows, scores, maxima, K, group, rows_per_request, init_tokens,
+                local_tokens,
+            )  # fmt: skip
+        positions = None if positions_out is None else positions_out[part]
+        write_slots(scores, maxima, *rows, topk_out[part], pool.shape[0], group, early, positions)

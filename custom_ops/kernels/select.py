@@ -137,6 +137,7 @@ def _select(
     req_of_row,
     visible,
     topk_out,  # [rows, K]
+    positions_out,  # [rows, K], if POSITIONS
     columns,
     pages,
     K,
@@ -144,24 +145,30 @@ def _select(
     scores_row,
     maxima_row,
     out_row,
+    positions_row,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,  # maxima of a row; 0 where TILE has all of its scores
     TILE: tl.constexpr,  # scores of the groups that are left
     WIDTH: tl.constexpr,
     LOAD: tl.constexpr,
     EARLY: tl.constexpr,
+    POSITIONS: tl.constexpr,
 ):
     """One program a row: K groups by their maxima if it has more, then the K best scores of these groups."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.minimum(tl.load(visible + row), columns)
     table = page_table + tl.load(req_of_row + row).to(tl.int64) * table_row
     out = topk_out + row * out_row
+    out_positions = positions_out + row * positions_row
     if EARLY:
         tl.extra.cuda.gdc_wait()  # until the scores are written
     if n <= K:
         for start in range(0, K, WIDTH):
             lane = start + tl.arange(0, WIDTH)
-            tl.store(out + lane, paged_slots(table, lane, lane < n, pages).to(tl.int32), mask=lane < K)
+            slot = paged_slots(table, lane, lane < n, pages).to(tl.int32)
+            tl.store(out + lane, slot, mask=lane < K)
+            if POSITIONS:
+                tl.store(out_positions + lane, tl.where(slot >= 0, lane, -1), mask=lane < K)
         return
 
     inside = tl.arange(0, LOAD)[None, None, :]
@@ -201,13 +208,19 @@ def _select(
     slot = slot[:, :, None] + inside
     place, count = _places(score >= sure, 0)
     tl.store(out + place, slot, mask=score >= sure)
+    if POSITIONS:
+        tl.store(out_positions + place, position, mask=score >= sure)
     if last > 0:
         ties = (score == threshold) & (position < last)
         place, count = _places(ties, count)
         tl.store(out + place, slot, mask=ties)
+        if POSITIONS:
+            tl.store(out_positions + place, position, mask=ties)
     for start in range(0, K, WIDTH):
         lane = start + tl.arange(0, WIDTH)
         tl.store(out + lane, tl.full([WIDTH], -1, tl.int32), mask=(lane >= count) & (lane < K))
+        if POSITIONS:
+            tl.store(out_positions + lane, tl.full([WIDTH], -1, tl.int32), mask=(lane >= count) & (lane < K))
 
 
 def group_size(columns: int, K: int, prefill: bool) -> int:
@@ -223,8 +236,20 @@ def maxima_of(columns: int, group: int) -> int:
     return triton.cdiv(columns, 16 * group) * 16 if group else 0
 
 
-def write_slots(scores, maxima, page_table, req_of_row, visible, topk_out, pages: int, group: int, early: bool) -> None:
-    """Writes ``topk_out`` [rows, K] whole, from scores [rows, 64 W] and, unless ``group`` is 0, the maxima of groups.
+def write_slots(
+    scores,
+    maxima,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,
+    pages: int,
+    group: int,
+    early: bool,
+    positions_out: torch.Tensor | None = None,
+) -> None:
+    """Writes ``topk_out`` and, if any, ``positions_out``, both [rows, K] and whole, from scores [rows, 64 W] and the
+    maxima of groups, of which there are none with ``group`` 0.
 
     Of a row, only the scores of its first ``visible`` keys are used. Overwrites ``maxima``. With ``early`` the launch
     does not wait for the end of the kernel before, which must be the one that writes the scores.
@@ -245,6 +270,7 @@ def write_slots(scores, maxima, page_table, req_of_row, visible, topk_out, pages
         req_of_row,
         visible,
         topk_out,
+        topk_out if positions_out is None else positions_out,
         columns,
         pages,
         K,
@@ -252,12 +278,14 @@ def write_slots(scores, maxima, page_table, req_of_row, visible, topk_out, pages
         scores.stride(0),
         maxima.stride(0),
         topk_out.stride(0),
+        0 if positions_out is None else positions_out.stride(0),
         GROUP=group or LOAD,
         BLOCK=block,
         TILE=tile,
         WIDTH=min(LOAD * 32 * warps, tile, block or tile),
         LOAD=LOAD,
         EARLY=early,
+        POSITIONS=positions_out is not None,
         num_warps=warps,
         **({"launch_pdl": True} if early else {}),
     )

@@ -3,7 +3,8 @@
 Decode: its paged kernel, one row an item of its batch, over page tables made for each row; its schedule is computed by
 a kernel in front of it at every call, so also at every replay of a captured graph. Prefill: its kernel over keys laid
 end to end, which are gathered once a call. In both, a product that is NaN counts as 0 (relu by fmaxf), so NaN among the
-codes of a key or query is not seen; a NaN scale gives a NaN score, as the contract has it.
+codes of a key or query is not seen; a NaN scale gives a NaN score, as the contract has it. Tokens that are always
+chosen are left to other providers, which mark them where they make the scores.
 
 Legend: T rows, HI index heads, D index head dim, P pages, W columns of the page table.
 """
@@ -30,7 +31,18 @@ _SCHEDULE_ROWS = 32  # its schedule is compiled for a multiple of so many
 
 
 def refuses(
-    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes=None
+    q,
+    weights,
+    pool,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,
+    deterministic,
+    scratch_bytes: int | None = None,
+    positions_out=None,
+    init_tokens=0,
+    local_tokens=0,
 ) -> str | None:
     _, HI, D = q.shape
     if not _library.__version__.startswith(VERSIONS):
@@ -39,12 +51,20 @@ def refuses(
         return f"the pool has dtype {pool.dtype}; it takes fp8 pools"
     if HI not in HEADS or D not in DIMS:
         return f"{HI} index heads of {D}; it takes {HEADS} of {DIMS}"
+    if init_tokens or local_tokens:
+        return f"init_tokens={init_tokens}, local_tokens={local_tokens}; its scores know no tokens always chosen"
     if weights.dtype != torch.float32:
         return f"weights has dtype {weights.dtype}; it takes float32"
     reason = (
         common.refuses_device(pool)
         or refuses_alignment(pool)
-        or refuses_strides(page_table=page_table, req_of_row=req_of_row, visible=visible, topk_out=topk_out)
+        or refuses_strides(
+            page_table=page_table,
+            req_of_row=req_of_row,
+            visible=visible,
+            topk_out=topk_out,
+            positions_out=positions_out,
+        )
     )
     if reason is not None or scratch_bytes is None:
         return reason
@@ -72,27 +92,39 @@ def _row_bytes(page_table: Tensor, K: int) -> int:
 
 
 def run(
-    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes: int | None = None
+    q,
+    weights,
+    pool,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,
+    deterministic,
+    scratch_bytes: int | None = None,
+    positions_out=None,
+    init_tokens=0,
+    local_tokens=0,
 ) -> None:
     T, K = topk_out.shape
     if T == 0 or K == 0:
         return
     if pool.shape[0] == 0 or page_table.numel() == 0:
-        topk_out.fill_(-1)
+        for out in (topk_out, positions_out):
+            if out is not None:
+                out.fill_(-1)
         return
     rows = (page_table, req_of_row, visible)
     if page_table.shape[1] * PAGE <= K:
         unused = torch.empty(1, 1, dtype=torch.float32, device=q.device)
-        write_slots(unused, unused, *rows, topk_out, pool.shape[0], 0, early=False)
+        write_slots(unused, unused, *rows, topk_out, pool.shape[0], 0, False, positions_out)
     elif scratch_bytes is None:
         scores = decode_scores(q, weights, pool, *rows, K)
-        _select(scores, *rows, topk_out, pool.shape[0], prefill=False)
+        _select(scores, *rows, topk_out, positions_out, pool.shape[0], prefill=False)
     else:
-        _prefill(q, weights, pool, *rows, topk_out, scratch_bytes)
+        _prefill(q, weights, pool, *rows, topk_out, positions_out, scratch_bytes)
 
 
-def warmup(*args) -> None:
-    run(*args)
+warmup = run
 
 
 def decode_scores(q, weights, pool, page_table, req_of_row, visible, K: int) -> Tensor:
@@ -139,7 +171,7 @@ def prefill_scores(q, weights, keys, scales, first: Tensor, end: Tensor, columns
     return scores
 
 
-def _prefill(q, weights, pool, page_table, req_of_row, visible, topk_out, scratch_bytes: int) -> None:
+def _prefill(q, weights, pool, page_table, req_of_row, visible, topk_out, positions_out, scratch_bytes: int) -> None:
     T, K = topk_out.shape
     columns = page_table.shape[1] * PAGE
     tile = _tile_rows(q.shape[1])
@@ -151,15 +183,17 @@ def _prefill(q, weights, pool, page_table, req_of_row, visible, topk_out, scratc
         first = req_of_row[part] * columns
         end = first + visible[part].clamp(0, columns)
         scores = prefill_scores(q[part], weights[part], keys, scales, first, end, columns)
-        _select(scores, page_table, req_of_row[part], visible[part], topk_out[part], pool.shape[0], prefill=True)
+        positions = None if positions_out is None else positions_out[part]
+        rows = (page_table, req_of_row[part], visible[part])
+        _select(scores, *rows, topk_out[part], positions, pool.shape[0], prefill=True)
         del scores  # before the next ones are made
 
 
-def _select(scores: Tensor, page_table, req_of_row, visible, topk_out, pages: int, prefill: bool) -> None:
+def _select(scores, page_table, req_of_row, visible, topk_out, positions_out, pages: int, prefill: bool) -> None:
     columns, K = page_table.shape[1] * PAGE, topk_out.shape[1]
     group = group_size(columns, K, prefill)
     maxima = torch.empty(scores.shape[0], maxima_of(columns, group), dtype=torch.float32, device=scores.device)
     rows = (page_table, req_of_row, visible)
     if group or not prefill:  # scores of gathered keys on bad pages are NaN already
         mark_pages(scores, maxima, *rows, pages, K, group)
-    write_slots(scores, maxima, *rows, topk_out, pages, group, early=False)
+    write_slots(scores, maxima, *rows, topk_out, pages, group, False, positions_out)

@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+from compiled_dsa.custom_ops.kernels import index_topk as triton_topk
 from compiled_dsa.custom_ops.providers import common, scored
 from compiled_dsa.custom_ops.providers.common import FirstCalls, load
 
@@ -29,7 +30,18 @@ def _has_options(function: Callable | None) -> bool:
 
 
 def refuses(
-    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes=None
+    q,
+    weights,
+    pool,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,
+    deterministic,
+    scratch_bytes: int | None = None,
+    positions_out=None,
+    init_tokens=0,
+    local_tokens=0,
 ) -> str | None:
     if not _has_options(getattr(_library, "top_k_ragged_transform", None)):
         return f"flashinfer {_library.__version__} has no graph-safe top_k_ragged_transform; 0.7.4 has"
@@ -39,12 +51,25 @@ def refuses(
     return (
         scored.refuses_scratch(page_table, K, scratch_bytes, _POSITION_BYTES)
         or common.refuses_device(pool)
-        or scored.refuses(q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic)
+        or triton_topk.refuses(
+            q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, positions_out=positions_out
+        )
     )
 
 
 def run(
-    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes: int | None = None
+    q,
+    weights,
+    pool,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,
+    deterministic,
+    scratch_bytes: int | None = None,
+    positions_out=None,
+    init_tokens=0,
+    local_tokens=0,
 ) -> None:
     """In the decode shape, and wherever a capture is under way, the graph-safe kernels run, else the default ones."""
     K = topk_out.shape[1]
@@ -67,8 +92,10 @@ def run(
         _first.done(key)
         return positions
 
-    scored.run(select, _POSITION_BYTES, q, weights, pool, page_table, req_of_row, visible, topk_out, scratch_bytes)
+    scored.run(
+        select, _POSITION_BYTES, q, weights, pool, page_table, req_of_row, visible, topk_out, scratch_bytes,
+        positions_out, init_tokens, local_tokens,
+    )  # fmt: skip
 
 
-def warmup(*args) -> None:
-    run(*args)
+warmup = run

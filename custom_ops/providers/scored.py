@@ -16,12 +16,6 @@ from compiled_dsa.custom_ops.layout import PAGE
 Selection = Callable[[Tensor, Tensor], Tensor]
 
 
-def refuses(
-    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes=None
-) -> str | None:
-    return triton_topk.refuses(q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic)
-
-
 def refuses_scratch(page_table: Tensor, K: int, scratch_bytes: int | None, position_bytes: int) -> str | None:
     """A budget that holds no scores and chosen positions of a row beside each other."""
     needed = row_bytes(page_table, K, position_bytes)
@@ -44,7 +38,10 @@ def run(
     req_of_row,
     visible,
     topk_out,
-    scratch_bytes: int | None = None,
+    scratch_bytes: int | None,
+    positions_out: Tensor | None,
+    init_tokens: int,
+    local_tokens: int,
 ) -> None:
     """Scores, selection and slots of as many rows at a time as the scratch holds.
 
@@ -58,7 +55,9 @@ def run(
     if T == 0 or K == 0:
         return
     if pool.shape[0] == 0 or page_table.numel() == 0:
-        topk_out.fill_(-1)
+        for out in (topk_out, positions_out):
+            if out is not None:
+                out.fill_(-1)
         return
     rows_at_once = T
     if scratch_bytes is not None:
@@ -70,6 +69,9 @@ def run(
         part = slice(start, min(start + rows_at_once, T))
         rows = (page_table, req_of_row[part], visible[part])
         some = scores[: part.stop - start]
-        triton_topk.write_scores(q[part], weights[part], pool, *rows, some, some, K, 0, rows_per_request)  # no maxima
+        triton_topk.write_scores(
+            q[part], weights[part], pool, *rows, some, some, K, 0, rows_per_request, init_tokens, local_tokens
+        )  # no maxima
         order_scores(some, rows[2], K)
-        write_positions(select(some, rows[2]), some, *rows, topk_out[part], pool.shape[0])
+        positions = None if positions_out is None else positions_out[part]
+        write_positions(select(some, rows[2]), some, *rows, topk_out[part], pool.shape[0], positions)

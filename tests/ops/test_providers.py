@@ -88,6 +88,30 @@ def test_choices_are_right(fakes, provider, shape):
 
 
 @cpu_only
+@pytest.mark.parametrize("provider", ["deep_gemm", "flashinfer", "torch"])
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+def test_positions_and_tokens_that_are_always_chosen(fakes, provider, budget):
+    op = INDEX_TOPK_DECODE if budget is None else INDEX_TOPK_PREFILL
+    args = index_arguments(deterministic=provider != "torch", budget=budget)
+    forced = (0, 0) if provider == "deep_gemm" else (6, 3)
+    chosen, where = args[6], torch.empty_like(args[6])
+    op.overload(*args, where, *forced, provider=provider)
+    want, want_where = torch.empty_like(chosen), torch.empty_like(chosen)
+    INDEX_TOPK_DECODE.reference(*args[:6], want, True, 0, want_where, *forced)
+    if provider == "torch":  # which of several equal scores is open
+        pages = args[3][args[4].long()[:, None], where.clamp(min=0).long() // PAGE]
+        assert torch.equal(torch.where(where < 0, -1, pages * PAGE + where % PAGE), chosen)
+        assert {*range(6), 187, 188, 189} <= set(where[0].tolist())
+    else:
+        by_position = where.argsort(dim=1)
+        assert torch.equal(where.gather(1, by_position), want_where.sort().values)
+        order = want_where.argsort(dim=1)
+        assert torch.equal((chosen.gather(1, by_position)).sort().values, want.gather(1, order).sort().values)
+    if provider == "deep_gemm":
+        assert "its scores know no tokens always chosen" in op.refusal(provider, *args, None, 1, 0)
+
+
+@cpu_only
 @pytest.mark.parametrize("provider", ["flashinfer", "torch"])
 def test_infinities_and_nan(fakes, provider):
     """-inf is chosen where there is nothing better, NaN never: fp32 scores 0 but for a few."""

@@ -35,7 +35,8 @@ def arguments(name: str, T: int, device, fp8: bool, topk: bool = True) -> tuple:
         q = torch.randn(T, 8, 32, device=device).to(FP8 if fp8 else torch.float32)
         out = torch.zeros(T, 24, **integers)
         args = (q, torch.randn(T, 8, device=device), index_pool, table, requests, visible, out, True)
-        return (*args, 1 << 20) if name == "index_topk_prefill" else args
+        args = (*args, 1 << 20) if name == "index_topk_prefill" else args
+        return (*args, torch.zeros_like(out), 1, 2) if fp8 else args  # what has default values may be left out
     selection = (latent_pool, selected, visible.clamp(max=24), table, requests)
     q_rope, sinks = torch.randn(T, 8, 32, device=device), torch.randn(8, device=device)
     if name == "sparse_mla_decode":
@@ -53,7 +54,8 @@ def test_fault_h2_ops_return_nothing_and_mutate_what_they_write(name):
     mutated = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     writes = {"store_latents": ["pool"], "store_index_keys": ["pool"], "sparse_mla_decode": ["out", "lse"]}
     writes["batch_metadata"] = ["positions", "slots", "req_of_row", "visible", "q_start", "kv_out"]
-    assert mutated == writes.get(name, ["out" if name == "mla_prefill" else "topk_out"])
+    writes["mla_prefill"] = ["out"]
+    assert mutated == writes.get(name, ["topk_out", "positions_out"])
 
 
 def test_split_ops_are_the_unsafe_ones():
