@@ -103,11 +103,16 @@ class SparseAttention(nn.Module):
             q_nope, q_rope = q_nope * factors, q_rope * factors
         if c.kv_source is not None:
             return Projections(q_lora, q_nope, q_rope, None, None, gate)
+        return Projections(q_lora, q_nope, q_rope, *self._latents(x, cos, sin, deinterleave), gate)
+
+    def _latents(self, x: Tensor, cos: Tensor, sin: Tensor, deinterleave: bool) -> tuple[Tensor, Tensor]:
+        """What the layer caches of hidden states [T, hidden]: latents [T, L] and the keys' rope part [T, R]."""
+        c = self.dsa_config
         latents, k_rope = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         latents = _scaled(self.kv_a_layernorm(latents), c.latent_scale)
         if c.k_rope_norm:
             k_rope = self.k_rope_only_layernorm(k_rope)
-        return Projections(q_lora, q_nope, q_rope, latents, self._rotate(k_rope, cos, sin, deinterleave), gate)
+        return latents, self._rotate(k_rope, cos, sin, deinterleave)
 
     def _queries(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries [T, H, N+R] before the rope, q_lora and the output gate of hidden states [T, hidden]."""
@@ -160,6 +165,23 @@ class SparseAttention(nn.Module):
             out = (out * torch.sigmoid(gate)).to(out.dtype)
         return self.o_proj(out.flatten(1))
 
+    def store_keys(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pools: LayerPools) -> None:
+        """A keys-only call: stores the rows' latents and index keys and attends nothing.
+
+        What a draft layer needs of the tokens before its first: later calls see these as if ``forward`` had stored
+        them. Arguments as of ``forward``.
+        """
+        c = self.dsa_config
+        if c.kv_source is None:
+            store_latents(pools.latents, *self._latents(x, cos, sin, deinterleave=False), batch.slots)
+        if self.indexer is not None:
+            self.store_index_keys(x, cos, sin, batch, pools)
+
+    def store_index_keys(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pools: LayerPools) -> None:
+        """The index keys alone, of a layer with an indexer."""
+        fp8 = pools.index_keys.dtype == torch.uint8
+        self.indexer.store(self.indexer.make_keys(x, cos, sin, fp8=fp8), batch, pools.index_keys)
+
     def forward(
         self,
         x: Tensor,
@@ -170,6 +192,9 @@ class SparseAttention(nn.Module):
         prev_topk: Tensor | None = None,
         window_start: Tensor | None = None,
         positions: Tensor | None = None,
+        *,
+        positions_out: Tensor | None = None,
+        selected: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Stores the rows' keys in the pools, selects, attends.
 
@@ -181,27 +206,56 @@ class SparseAttention(nn.Module):
             window_start: int [T], for a layer with a window: the row attends none of its request's positions before
                 this one. None: it attends the latest ``window``.
             positions: int [T], what ``query_scaling`` takes as positions; None: those of the batch.
+            positions_out: int32 [T, index_topk], gets the positions that the layer's indexer selects, -1 past the last:
+                what ``selected`` takes in another run.
+            selected: int32 or int64 [T, n], distinct positions of the row's request to attend in place of those that
+                the indexer, or ``prev_topk``, would give. What the row does not see, such as -1, is left out. Keys are
+                stored as ever. Layers that share this selection need it too where ``batch.skip_scores``.
 
         Returns:
             (output [T, hidden], selection int32 [T, K] of physical slots or None when all visible keys are attended). A
             layer with a window hands ``prev_topk`` on.
 
         Raises:
-            ValueError: a layer without an indexer gets no selection although scores are needed.
+            ValueError: a layer without an indexer gets no selection although scores are needed, or ``positions_out``; a
+                layer with a window gets ``selected``, or any layer both; ``selected`` has another number of rows.
         """
         c = self.dsa_config
+        if positions_out is not None and (self.indexer is None or selected is not None):
+            raise ValueError("positions_out is given to a layer without an indexer, or along with selected")
         positions = batch.positions if positions is None else positions
         p = self.project(x, cos, sin, positions)
         if p.latents is not None:
             store_latents(pools.latents, p.latents, p.k_rope, batch.slots)
         if c.window is not None:
+            if selected is not None:
+                raise ValueError(f"selected is given to a layer with window={c.window}")
             latest = latest_tokens(batch, c.window, window_start)
             return self.attend(p, batch, pools.latents, latest), prev_topk
-        if self.indexer is not None:
-            topk = self.indexer.store_and_select(x, p.q_lora, cos, sin, batch, pools.index_keys, positions)
+        if selected is not None:
+            if self.indexer is not None:
+                self.store_index_keys(x, cos, sin, batch, pools)
+            topk = selected_slots(selected, batch)
+        elif self.indexer is not None:
+            topk = self.indexer.store_and_select(
+                x, p.q_lora, cos, sin, batch, pools.index_keys, positions, positions_out
+            )
         else:
             topk = shared_selection(prev_topk, batch)
         return self.attend(p, batch, pools.latents, topk), topk
+
+
+def selected_slots(positions: Tensor, batch: Batch) -> Tensor:
+    """Slots int32 [T, n] of positions [T, n] in the requests of the rows.
+
+    Those that a row does not see become -1 and move behind the others, whose order stays: lanes are counted from the
+    first (see ``SparseAttention.attend``).
+    """
+    if positions.dim() != 2 or positions.shape[0] != batch.visible.shape[0]:
+        raise ValueError(f"selected has shape {tuple(positions.shape)}; it must be [{batch.visible.shape[0]}, n]")
+    slots = logical_slots(batch.page_table, batch.req_of_row.long()[:, None], positions.long())
+    slots = torch.where(positions < batch.visible[:, None], slots, -1)
+    return slots.gather(1, (slots < 0).long().argsort(dim=1, stable=True)).int()
 
 
 def shared_selection(prev_topk: Tensor | None, batch: Batch) -> Tensor | None:

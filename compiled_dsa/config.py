@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from compiled_dsa.custom_ops.index_topk import check_forced
 from compiled_dsa.family import model_spec
 
 OUTPUT_GATES = (None, "query", "value", "head")
@@ -50,6 +51,9 @@ class DSAConfig:
         kv_source: the layer has no latents of its own and attends those of this earlier layer; None: its own.
         k_rope_norm: the keys' rope part [T, R] goes through an RMS norm of its own before the rope.
         latent_norm_eps: eps of these norms.
+        index_init_tokens, index_local_tokens: the first and the last so many of the tokens that a row sees are always
+            selected, whatever their scores; the indexer fills the rest of index_topk. transformers' own forward, which
+            some calls need, knows no such tokens.
         index_k_norm: "layer" (LayerNorm with weight and bias) or "rms".
         deterministic: top-k prefers the lowest position among equal scores and replays bitwise.
         scratch_bytes: bound on the temporary memory of each prefill op.
@@ -79,6 +83,8 @@ class DSAConfig:
     kv_source: int | None = None
     attention_bias: bool = False
     latent_norm_eps: float = 1e-6
+    index_init_tokens: int = 0
+    index_local_tokens: int = 0
     index_k_norm: str = "layer"
     index_k_norm_eps: float = 1e-6
     deterministic: bool = False
@@ -87,6 +93,7 @@ class DSAConfig:
     def __post_init__(self):
         if self.index_k_norm not in ("layer", "rms"):
             raise ValueError(f"index_k_norm={self.index_k_norm!r}; it must be 'layer' or 'rms'")
+        check_forced(self.index_init_tokens, self.index_local_tokens, self.index_topk)
         if self.output_gate not in OUTPUT_GATES:
             raise ValueError(
                 f"output_gate={self.output_gate!r}; it must be one of {', '.join(map(repr, OUTPUT_GATES))}"
@@ -116,19 +123,14 @@ class DSAConfig:
 
         Raises:
             ValueError: an unsupported model_type, a layer index out of range, a first layer without an indexer, a layer
-                of another kind, latents of a layer that transformers would not read, or tokens that are always
-                selected.
+                of another kind, latents of a layer that transformers would not read, or more tokens that are always
+                selected than index_topk.
         """
         if hasattr(config, "get_text_config"):
             config = config.get_text_config(decoder=True)
         spec = model_spec(config)
         if not 0 <= layer_idx < config.num_hidden_layers:
             raise ValueError(f"layer_idx={layer_idx}; the model has layers 0 to {config.num_hidden_layers - 1}")
-        for name in ("index_init_tokens", "index_local_tokens"):
-            if getattr(config, name, 0):
-                raise ValueError(
-                    f"{name}={getattr(config, name)}; tokens that are always selected are not supported yet"
-                )
         if getattr(config, "is_heterogeneous", False):
             config = config.per_layer_config[layer_idx]
         window = _window(config, layer_idx)
@@ -145,6 +147,8 @@ class DSAConfig:
             index_n_heads=config.index_n_heads,
             index_head_dim=config.index_head_dim,
             index_topk=config.index_topk,
+            index_init_tokens=getattr(config, "index_init_tokens", None) or 0,
+            index_local_tokens=getattr(config, "index_local_tokens", None) or 0,
             index_format=IndexFormat(spec.index_rope_interleaved, rope_last=spec.index_rope_last),
             scale=softmax_scale(config),
             rope_interleaved=spec.rope_interleaved,

@@ -27,6 +27,12 @@ def hadamard_matrix(size: int) -> Tensor:
         return matrix / size**0.5
 
 
+def visible_positions(batch: Batch, K: int) -> Tensor:
+    """int32 [T, K]: what is selected where every visible key is: positions 0, 1, .. of each row, then -1."""
+    lanes = torch.arange(K, dtype=torch.int32, device=batch.visible.device)
+    return torch.where(lanes < batch.visible[:, None], lanes, -1)
+
+
 class Indexer(nn.Module):
     """Scores all visible keys with a few cheap heads and selects the best K (DeepSeek-V3.2 report, section 2.1).
 
@@ -105,8 +111,12 @@ class Indexer(nn.Module):
         positions: Tensor | None = None,
         *,
         deinterleave: bool = False,
+        positions_out: Tensor | None = None,
     ) -> Tensor:
-        """Physical slots int32 [T, K] of the selected keys, -1 where fewer are visible."""
+        """Physical slots int32 [T, K] of the selected keys, -1 where fewer are visible.
+
+        ``positions_out``: int32 [T, K], gets their positions in the row's request, lane by lane.
+        """
         c = self.dsa_config
         fp8 = pool.dtype == torch.uint8
         positions = batch.positions if positions is None else positions
@@ -114,10 +124,11 @@ class Indexer(nn.Module):
         q = q if fp8 else q.to(pool.dtype)
         topk = torch.empty(x.shape[0], c.index_topk, dtype=torch.int32, device=x.device)
         keys = (pool, batch.page_table, batch.req_of_row, batch.visible)
+        options = (positions_out, c.index_init_tokens, c.index_local_tokens)
         if batch.kind == DECODE:
-            index_topk_decode(q, weights, *keys, topk, c.deterministic)
+            index_topk_decode(q, weights, *keys, topk, c.deterministic, *options)
         else:
-            index_topk_prefill(q, weights, *keys, topk, c.deterministic, c.scratch_bytes)
+            index_topk_prefill(q, weights, *keys, topk, c.deterministic, c.scratch_bytes, *options)
         return topk
 
     def store_and_select(
@@ -129,6 +140,7 @@ class Indexer(nn.Module):
         batch: Batch,
         pool: Tensor,
         positions: Tensor | None = None,
+        positions_out: Tensor | None = None,
     ) -> Tensor | None:
         """Stores the rows' keys, then selects; None when every visible key is selected (``batch.skip_scores``).
 
@@ -137,9 +149,14 @@ class Indexer(nn.Module):
             q_lora: [T, q_lora_rank], after its norm; None in a model without, whose queries come from x.
             pool: index-key pool of this layer, see custom_ops/layout.py.
             positions: int [T], what ``query_scaling`` takes as positions; None: those of the batch.
+            positions_out: int32 [T, K], gets the positions of the selected keys in their requests, -1 past the last.
         """
         self.store(self.make_keys(x, cos, sin, fp8=pool.dtype == torch.uint8), batch, pool)
-        return None if batch.skip_scores else self.select(x, q_lora, cos, sin, batch, pool, positions)
+        if not batch.skip_scores:
+            return self.select(x, q_lora, cos, sin, batch, pool, positions, positions_out=positions_out)
+        if positions_out is not None:
+            positions_out.copy_(visible_positions(batch, positions_out.shape[1]))
+        return None
 
     forward = store_and_select
 
