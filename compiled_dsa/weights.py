@@ -23,7 +23,11 @@ BLOCK = 128  # of activations, and of weights whose layer names no block_size
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor-parallel parameter; any other tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if _is_shard(tensor) else tensor
+
+
+def _is_shard(tensor: Any) -> bool:
+    return hasattr(type(tensor), "to_local")  # of the type: the only question that Dynamo answers right
 
 
 def is_fp8(linear: Any) -> bool:
@@ -52,8 +56,10 @@ def is_readable(linear: Any) -> bool:
         return False
     if base is linear:
         return True
-    if linear.merged or hasattr(base.weight, "to_local"):
-        return not linear.disable_adapters and not hasattr(base.weight, "to_local")
+    if _is_shard(base.weight):
+        return False
+    if linear.merged:
+        return not linear.disable_adapters  # else the next call takes the adapter out of the weight again
     return all(_is_added_matrix(linear, name) for name in _active(linear))
 
 
