@@ -20,9 +20,10 @@ from compiled_dsa.family import model_spec
 from compiled_dsa.huggingface import masks
 from compiled_dsa.huggingface.attention import AttentionStats, DSAAttentionMixin, convert
 from compiled_dsa.huggingface.cache import PagedCache
+from compiled_dsa.huggingface.selections import capture_indices, inject_indices
 from compiled_dsa.weights import hold_weight
 
-__all__ = ["AttentionStats", "PagedCache", "replace_attention"]
+__all__ = ["AttentionStats", "PagedCache", "capture_indices", "inject_indices", "replace_attention"]
 
 OLDEST, NEWEST = (5, 17), (5, 23)  # releases of transformers whose calls of attention modules are known
 SLIDING = "sliding_attention"  # the layer type of windows

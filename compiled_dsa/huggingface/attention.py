@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compiled_dsa.attention import SparseAttention, shared_selection
+from compiled_dsa.attention import SparseAttention, selected_slots, shared_selection
 from compiled_dsa.config import DSAConfig
 from compiled_dsa.huggingface import masks
 from compiled_dsa.huggingface.cache import PagedCache
 from compiled_dsa.huggingface.masks import square_mask, wants_weights
 from compiled_dsa.huggingface.stock_cache import Columns
-from compiled_dsa.indexer import Indexer
+from compiled_dsa.indexer import Indexer, visible_positions
 from compiled_dsa.weights import is_readable
 
 
@@ -65,6 +65,7 @@ class DSAAttentionMixin(SparseAttention):
     config: Any
     layer_idx: int
     dsa_stats: AttentionStats
+    dsa_exchange: Any = None  # an Exchange while selections are handed out or taken in (selections.py)
     stock_forward: Callable | None = None  # where more than the class has a say in it
 
     def forward(  # type: ignore[override]
@@ -82,6 +83,11 @@ class DSAAttentionMixin(SparseAttention):
         if reason is not None:
             if isinstance(past_key_values, PagedCache):
                 self.refuse_stock(reason)
+            if self.dsa_exchange is not None and reason != "window":
+                raise ValueError(
+                    f"{reason}: the call needs transformers' own forward, which neither hands out nor takes in what is "
+                    f"selected; {_ADVICE[reason]}"
+                )
             return self._stock_forward(
                 hidden_states, position_embeddings, attention_mask, past_key_values, position_ids, prev_topk_indices,
                 kwargs,
@@ -92,7 +98,9 @@ class DSAAttentionMixin(SparseAttention):
         if isinstance(past_key_values, PagedCache):
             batch, pools, start = past_key_values.step(self.layer_idx, hidden_states, attention_mask)
             x = hidden_states.reshape(B * S, -1)
-            out, topk = SparseAttention.forward(self, x, cos, sin, batch, pools, prev_topk_indices, start, positions)
+            out, topk = SparseAttention.forward(
+                self, x, cos, sin, batch, pools, prev_topk_indices, start, positions, **self._exchanged(x)
+            )
         else:
             shared_kv = kwargs.get("shared_kv_states")
             out, topk = self._on_stock_cache(
@@ -100,6 +108,10 @@ class DSAAttentionMixin(SparseAttention):
             )
         out = out.view(B, S, -1)
         return (out, None, topk) if self.returns_topk else (out, None)
+
+    def _exchanged(self, x: Tensor) -> dict[str, Tensor]:
+        exchange = self.dsa_exchange
+        return {} if exchange is None else exchange.options(self, x.shape[0], x.device)
 
     @staticmethod
     def refuse_stock(reason: str | None) -> None:
@@ -177,12 +189,19 @@ class DSAAttentionMixin(SparseAttention):
             keys = cache.update_indexer(keys, self.layer_idx)
         topk_size = self.dsa_config.index_topk
         columns = Columns.of_step(columns_real, first, B, S, latents.shape[2], topk_size, x.device)
-        batch = columns.batch
-        if self.indexer is not None:
+        batch, exchanged = columns.batch, self._exchanged(x)
+        positions_out = exchanged.get("positions_out")
+        if "selected" in exchanged:
+            topk = selected_slots(exchanged["selected"], batch)
+        elif self.indexer is not None:
             topk = None
             if not batch.skip_scores:
-                pool = columns.pool(keys)
-                topk = self.indexer.select(x, p.q_lora, cos, sin, batch, pool, positions, deinterleave=True)
+                topk = self.indexer.select(
+                    x, p.q_lora, cos, sin, batch, columns.pool(keys), positions, deinterleave=True,
+                    positions_out=positions_out,
+                )  # fmt: skip
+            elif positions_out is not None:
+                positions_out.copy_(visible_positions(batch, topk_size))
         else:
             topk = shared_selection(None if prev_topk is None else columns.from_hf(prev_topk), batch)
         out = self.attend(p, batch, columns.pool(latents.squeeze(1), rope.squeeze(1)), topk)
