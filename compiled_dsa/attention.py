@@ -17,7 +17,7 @@ from compiled_dsa.custom_ops.sparse_mla import sparse_mla_decode
 from compiled_dsa.custom_ops.store_latents import store_latents
 from compiled_dsa.indexer import Indexer
 from compiled_dsa.rope import SoftmaxScaling, query_factors, rotate
-from compiled_dsa.weights import local, up_projection
+from compiled_dsa.weights import dequantize_rows, local, up_projection
 
 
 class RMSNorm(nn.Module):
@@ -135,6 +135,11 @@ class SparseAttention(nn.Module):
             gate = self.g_proj(x).unsqueeze(-1)
         return q, q_lora, gate
 
+    def _dtype(self) -> torch.dtype:
+        """The dtype of activations, which linear layers in fp8 do not tell."""
+        norm = getattr(self, "q_a_layernorm", None) or getattr(self, "kv_a_layernorm", self.o_proj)
+        return norm.weight.dtype
+
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, deinterleave: bool) -> Tensor:
         """x [..., R] in its dtype; the angles may be in a wider one."""
         c = self.dsa_config
@@ -184,7 +189,7 @@ class SparseAttention(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | tuple[Tensor, Tensor],
         cos: Tensor,
         sin: Tensor,
         batch: Batch,
@@ -199,7 +204,9 @@ class SparseAttention(nn.Module):
         """Stores the rows' keys in the pools, selects, attends.
 
         Args:
-            x: [T, hidden]; cos, sin: [T, R/2], one angle a rope pair.
+            x: [T, hidden], or a pair (e4m3 [T, hidden], scales fp32 [T, ceil(hidden/128)]), which is dequantised to the
+                dtype of the layer's norms first: the indexer must see what the projections do.
+            cos, sin: [T, R/2], one angle a rope pair.
             batch: where the rows stand, see batch.py.
             pools: this layer's caches, written in place. The latents of a layer with ``kv_source`` are that layer's.
             prev_topk: selection of the last layer that has an indexer; needed by a layer that has none.
@@ -218,9 +225,12 @@ class SparseAttention(nn.Module):
 
         Raises:
             ValueError: a layer without an indexer gets no selection although scores are needed, or ``positions_out``; a
-                layer with a window gets ``selected``, or any layer both; ``selected`` has another number of rows.
+                layer with a window gets ``selected``, or any layer both; ``selected`` has another number of rows; the
+                pair does not fit.
         """
         c = self.dsa_config
+        if isinstance(x, tuple):
+            x = dequantize_rows(x, self._dtype())
         if positions_out is not None and (self.indexer is None or selected is not None):
             raise ValueError("positions_out is given to a layer without an indexer, or along with selected")
         positions = batch.positions if positions is None else positions

@@ -20,6 +20,7 @@ from compiled_dsa.graphs.report import reporting
 from compiled_dsa.graphs.runner import GraphMemory, GraphRunner, RunnerStats
 from compiled_dsa.graphs.torch_compat import cause_of_failed_compile, compile_whole
 from compiled_dsa.steps import NoBucket, Planner, unpad, variant, with_dynamic_tokens
+from compiled_dsa.weights import AdapterWatch
 
 # runtime -> kind of forward -> is it broken at split ops (True) or captured whole (False)
 RUNTIMES: dict[str, dict[str, bool]] = {
@@ -60,8 +61,9 @@ def compile_model(
     takes a ``Batch`` and the ``PagePool``, is padded to ``batch_sizes`` too. Of its other arguments and outputs,
     tensors with as many entries in dim 0 as the batch has rows (or else requests) are padded and cropped likewise.
     Forwards without a ``PagedCache`` or a ``Batch``, and prefills beyond the largest size, run without a graph.
-    A replay does not look at flags of modules that a trace depends on (``model.train()``): set them before. Call a
-    model that has graphs from one thread and one stream.
+    A replay does not look at flags of modules that a trace depends on (``model.train()``): set them before. LoRA
+    adapters may be trained on between forwards, but not added, switched or disabled: that is a ValueError where there
+    are graphs. Call a model that has graphs from one thread and one stream.
 
     Args:
         model: a model after ``replace_attention``, or any module. Move, cast and copy it before: CUDA graphs read the
@@ -112,7 +114,7 @@ def compile_model(
         raise ValueError(f"graphs={graphs!r}; CUDA graphs need a model on a GPU, use 'auto' or 'off'")
     if hasattr(model, "graph_stats"):
         raise ValueError("model is compiled already; compile_model takes a model once")
-    forwards = _Forwards(model.forward, backend, graphs, on_gpu, planner, on_miss)
+    forwards = _Forwards(model, backend, graphs, on_gpu, planner, on_miss)
 
     @functools.wraps(model.forward)
     def forward(*args, **kwargs):
@@ -176,10 +178,12 @@ class CompiledForward:
 class _Forwards:
     """Sends each forward to a captured graph or to the compiled code."""
 
-    def __init__(self, eager: Callable, backend, graphs: str, on_gpu: bool, planner: Planner, on_miss: str):
+    def __init__(self, model: Any, backend, graphs: str, on_gpu: bool, planner: Planner, on_miss: str):
         self._planner, self._on_miss = planner, on_miss
+        self._model = model
+        self._adapters: AdapterWatch | None = None
         self.run = CompiledForward(
-            eager,
+            model.forward,
             backend,
             piecewise=graphs == "piecewise",
             before_compile=lambda: self._miss("compiled after the warm-up"),
@@ -214,6 +218,7 @@ class _Forwards:
         except NoBucket as reason:
             return self._uncaptured(str(reason), args, kwargs)
         runner = self.runners[kind]
+        self.refuse_other_adapters()
         try:
             return runner.rerun(step) if self._rerun else runner(step)
         except CaptureError as error:
@@ -224,6 +229,16 @@ class _Forwards:
                 del self.runners[kind]
             unpad(args, kwargs)
             return self._uncaptured(str(error), args, kwargs)
+
+    def refuse_other_adapters(self) -> None:
+        """Raises ValueError when LoRA adapters are not those of the first call: replays would run the old ones."""
+        if self._adapters is None:
+            self._adapters = AdapterWatch(getattr(self._model, "dsa_layers", ()))
+        elif self._adapters.changed():
+            raise ValueError(
+                "adapters were added, removed, switched, disabled or merged after forwards were captured; CUDA graphs "
+                "replay the old ones. Change them before compile_model, or use graphs='off'"
+            )
 
     @contextmanager
     def rerunning(self) -> Iterator[None]:

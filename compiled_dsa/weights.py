@@ -21,7 +21,7 @@ FP8 = torch.float8_e4m3fn
 BLOCK = 128  # of activations, and of weights whose layer names no block_size
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Any) -> Tensor:
     """This rank's part of a tensor-parallel parameter; any other tensor as it is."""
     return tensor.to_local() if _is_shard(tensor) else tensor
 

@@ -170,6 +170,19 @@ def test_more_than_an_added_matrix_on_kv_b_proj(kind):
             pair.ours(prompt(2, 24), past_key_values=PagedCache(pair.config, 2, 32))
 
 
+def test_graphs_refuse_other_adapters():
+    """Asked before each replay."""
+    pair = small()
+    forwards = compile_model(pair.ours, backend="eager").end_warm_up.__self__
+    forwards.refuse_other_adapters()
+    with torch.no_grad():
+        pair.ours.model.layers[0].self_attn.kv_b_proj.lora_A["first"].weight.mul_(2)
+    forwards.refuse_other_adapters()
+    pair.ours.disable_adapters()
+    with pytest.raises(ValueError, match="adapters were added, .* graphs='off'"):
+        forwards.refuse_other_adapters()
+
+
 def test_a_watch_notices_changes():
     pair = adapted_pair("deepseek_v32", ["q_b_proj"])
     model = pair.ours
