@@ -17,33 +17,51 @@ _COPIED_AT_ONCE = 256  # pages; bounds the scratch of a move: 19 MB for bf16 lat
 class LayerPools:
     """The pools of one layer (byte layouts: custom_ops/layout.py).
 
-    A layer that takes the selection of another has no index keys.
+    A layer that takes the selection of another has no index keys; the latents of one that attends another layer's are
+    that layer's, and not its own.
     """
 
     latents: Tensor
     index_keys: Tensor | None
+    owns_latents: bool = True
 
     @classmethod
     def allocate(
-        cls, config: DSAConfig, pages: int, latent_dtype: torch.dtype, index_dtype: torch.dtype, device
+        cls,
+        config: DSAConfig,
+        pages: int,
+        latent_dtype: torch.dtype,
+        index_dtype: torch.dtype,
+        device,
+        latents: Tensor | None = None,
     ) -> "LayerPools":
-        """Zeroed pools of ``pages`` pages; a dtype is a model dtype or ``torch.float8_e4m3fn``."""
-        shape, dtype = latent_pool_shape(pages, config.kv_lora_rank, config.qk_rope_head_dim, latent_dtype)
-        latents = torch.zeros(shape, dtype=dtype, device=device)
-        if config.index_shared:
-            return cls(latents, None)
-        shape, dtype = index_pool_shape(pages, config.index_head_dim, index_dtype)
-        return cls(latents, torch.zeros(shape, dtype=dtype, device=device))
+        """Zeroed pools of ``pages`` pages; a dtype is a model dtype or ``torch.float8_e4m3fn``.
+
+        Args:
+            latents: those of the layer ``kv_source``, for a layer that has one.
+        """
+        owns_latents = latents is None
+        if latents is None:
+            shape, dtype = latent_pool_shape(pages, config.kv_lora_rank, config.qk_rope_head_dim, latent_dtype)
+            latents = torch.zeros(shape, dtype=dtype, device=device)
+        keys = None
+        if not config.index_shared:
+            shape, dtype = index_pool_shape(pages, config.index_head_dim, index_dtype)
+            keys = torch.zeros(shape, dtype=dtype, device=device)
+        return cls(latents, keys, owns_latents)
 
     def tensors(self) -> list[Tensor]:
-        return [self.latents] if self.index_keys is None else [self.latents, self.index_keys]
+        """The layer's own pools."""
+        latents = [self.latents] if self.owns_latents else []
+        return latents if self.index_keys is None else [*latents, self.index_keys]
 
     def token_tensors(self) -> list[Tensor]:
         """Views [P, 64, ...] that together hold every byte of a token: latents, index keys (fp8: codes and scales)."""
+        latents = [self.latents] if self.owns_latents else []
         if self.index_keys is None:
-            return [self.latents]
+            return latents
         keys, scales = split_index_pool(self.index_keys)
-        return [self.latents, keys] if scales is None else [self.latents, keys.view(torch.uint8), scales]
+        return [*latents, keys] if scales is None else [*latents, keys.view(torch.uint8), scales]
 
 
 def check_cache_dtype(name: str, dtype: torch.dtype) -> None:
@@ -91,8 +109,15 @@ class PagePool(PageLedger):
         super().__init__(num_pages, max_requests, max_len)
         check_cache_dtype("latent_dtype", latent_dtype)
         check_cache_dtype("index_dtype", index_dtype)
-        self.layers = [LayerPools.allocate(c, num_pages, latent_dtype, index_dtype, device) for c in configs]
-        self.page_table = torch.full((max_requests, -(-max_len // PAGE)), -1, dtype=torch.int32, device=device)
+        for i, c in enumerate(configs):
+            if c.kv_source is not None and not 0 <= c.kv_source < i:
+                raise ValueError(f"configs[{i}].kv_source={c.kv_source}; it must be an earlier layer")
+        self.layers: list[LayerPools] = []
+        with torch.inference_mode(False):  # tensors made in inference mode could not be changed outside of it
+            for c in configs:
+                latents = None if c.kv_source is None else self.layers[c.kv_source].latents
+                self.layers.append(LayerPools.allocate(c, num_pages, latent_dtype, index_dtype, device, latents))
+            self.page_table = torch.full((max_requests, -(-max_len // PAGE)), -1, dtype=torch.int32, device=device)
         self.page_bytes = sum(pool[0].nbytes for layer in self.layers for pool in layer.tensors())
 
     def move_tokens(
@@ -157,9 +182,12 @@ class PagePool(PageLedger):
         to = self.page_table[:n, :num_pages].long()
         source_pages = self.page_table[sources, :num_pages].long()
         source_pages = torch.where(source_pages < 0, to, source_pages)
-        for layer in self.layers:
-            for pool in layer.tensors():
-                pool[to] = pool[source_pages]
+        # column by column of the page table, which only reads itself: the copy in between stays small
+        at_once = max(1, _COPIED_AT_ONCE // max(1, n))
+        for target, source in zip(to.split(at_once, 1), source_pages.split(at_once, 1)):
+            for layer in self.layers:
+                for pool in layer.tensors():
+                    pool[target] = pool[source]
 
     # ---- what a CUDA graph needs to know (graphs/buffers.py: GraphState) -------------------------------------------
 

@@ -133,7 +133,7 @@ class DSAConfig:
             raise ValueError(f"layer_idx={layer_idx}; the model has layers 0 to {config.num_hidden_layers - 1}")
         if getattr(config, "is_heterogeneous", False):
             config = config.per_layer_config[layer_idx]
-        window = _window(config, layer_idx)
+        window = _window(config, layer_idx) if spec.windows else None
         q_lora_rank = getattr(config, "q_lora_rank", None)
         rope = _has_rope(config, layer_idx)
         return cls(
@@ -152,7 +152,7 @@ class DSAConfig:
             index_format=IndexFormat(spec.index_rope_interleaved, rope_last=spec.index_rope_last),
             scale=softmax_scale(config),
             rope_interleaved=spec.rope_interleaved,
-            index_shared=window is not None or _is_shared(config, layer_idx),
+            index_shared=window is not None or (spec.passes_selection and _is_shared(config, layer_idx)),
             window=window,
             output_gate=spec.output_gate,
             sinks=spec.sinks,
@@ -176,10 +176,22 @@ def softmax_scale(config: Any) -> float:
     return scale
 
 
+def _of_layer(config: Any, name: str, layer_idx: int) -> Any:
+    """The entry of a layer in one of the config's lists.
+
+    Raises:
+        ValueError: the list is not as long as the model has layers.
+    """
+    entries = getattr(config, name)
+    if len(entries) != config.num_hidden_layers:
+        raise ValueError(f"{name} has {len(entries)} entries; the model has {config.num_hidden_layers} layers")
+    return entries[layer_idx]
+
+
 def _window(config: Any, layer_idx: int) -> int | None:
-    kind = (getattr(config, "layer_types", None) or {layer_idx: None})[layer_idx]
-    if kind == "full_attention":
-        raise ValueError(f"layer_types[{layer_idx}]='full_attention'; layers have an indexer or a sliding window")
+    kind = _of_layer(config, "layer_types", layer_idx)
+    if kind not in ("indexed_attention", "sliding_attention"):
+        raise ValueError(f"layer_types[{layer_idx}]={kind!r}; layers have an indexer or a sliding window")
     return config.sliding_window if kind == "sliding_attention" else None
 
 
@@ -210,4 +222,4 @@ def _is_shared(config: Any, layer_idx: int) -> bool:
         return False
     if types[0] == "shared":
         raise ValueError("indexer_types[0]='shared'; the first layer must be 'full', there is nothing to share yet")
-    return types[layer_idx] == "shared"
+    return _of_layer(config, "indexer_types", layer_idx) == "shared"

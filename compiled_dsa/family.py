@@ -14,7 +14,9 @@ class ModelSpec:
 
     Attributes:
         attention: transformers' attention class.
-        passes_selection: its decoder layers hand the selection of one layer on to the next.
+        passes_selection: its decoder layers hand the selection of one layer on to the next; only then does it read
+            ``indexer_types``.
+        windows: it reads ``layer_types``, whose layers have an indexer or a sliding window.
         config_eps: which eps of ``DSAConfig`` are the config's ``rms_norm_eps``; the others are 1e-6, whatever the
             config says.
         scaled_latents: normalised latents are multiplied by sqrt(hidden_size / their size).
@@ -24,6 +26,7 @@ class ModelSpec:
 
     attention: str
     passes_selection: bool = False
+    windows: bool = False
     rope_interleaved: bool = True
     index_rope_interleaved: bool = False
     index_rope_last: bool = False
@@ -50,6 +53,7 @@ MODELS = {
     ),
     "dots3_note_text": ModelSpec(
         "Dots3NoteTextAttention",
+        windows=True,
         index_rope_interleaved=True,
         config_eps=("latent_norm_eps",),
         output_gate="head",
@@ -72,7 +76,7 @@ _REFUSED = {
     "deepseek_v4": "it attends compressed key-value entries, not MLA latents",
     "minimax_m3_vl": "it selects blocks of 128 keys for grouped-query attention",
     "longcat_flash": "it is dense MLA without an indexer",
-    "step3p7": "it has no indexer",
+    "step3p5": "it has no indexer",
 }
 
 

@@ -171,11 +171,11 @@ def main() -> None:
     parser.add_argument("--commit", help="the commit to record (default: that of the checkout)")
     args = parser.parse_args()
     chosen = selected(args.only, args.quick)
+    if not chosen:
+        parser.error(f"--only={args.only} is part of no case; --list prints them")
     if args.list:
         console.print("\n".join(case.name for case in chosen))
         return
-    if not chosen:
-        parser.error(f"--only={args.only} is part of no case; --list prints them")
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU")
     if args.plot:

@@ -7,6 +7,8 @@ from transformers import PreTrainedModel
 from compiled_dsa import Batch, DSAConfig, PagePool, SparseAttention
 from compiled_dsa.huggingface import replace_attention
 
+SERVED = ("deepseek_v32", "glm_moe_dsa", "axk2")
+
 
 class ServedModel(nn.Module):
     """The layers of a transformers model (deepseek_v32, glm_moe_dsa, axk2), whose parameters it shares, over rows
@@ -14,10 +16,15 @@ class ServedModel(nn.Module):
 
     Args:
         model: a causal language model; its attention is replaced.
+
+    Raises:
+        ValueError: another model; its decoder layers do more around attention and MLP than ``forward`` does here.
     """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
+        if model.config.model_type not in SERVED:
+            raise ValueError(f"model_type={model.config.model_type!r}; it must be one of {', '.join(SERVED)}")
         self.model = replace_attention(model)
         self.configs = [DSAConfig.from_hf(model.config, i) for i in range(model.config.num_hidden_layers)]
 

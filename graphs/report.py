@@ -83,6 +83,8 @@ def report(folder: str | Path, title: str = "What torch.compile made") -> Iterat
     if reporting():
         raise ValueError(f"folder={str(folder)!r}: a report inside another one would see nothing")
     folder = _writable(Path(folder))
+    for old in (*folder.glob("graph_*"), *folder.glob("depyf/full_code_for_*")):
+        old.unlink()
     result = Report(folder)
     recorder = Recorder(result.notes)
     before = graph_break_reasons()

@@ -10,7 +10,6 @@ count of columns is read back from the device when it is next asked for.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,11 +26,6 @@ from compiled_dsa.huggingface.paged_layer import PagedLayer
 def _cached_sizes(c: DSAConfig) -> tuple:
     latents = c.kv_lora_rank, c.qk_rope_head_dim, c.kv_source, c.window
     return *latents, c.index_head_dim, c.index_topk, c.index_format, c.index_shared
-
-
-def _stored(c: DSAConfig) -> DSAConfig:
-    """The config of what a layer stores: no latents, in pools of width 0, where it attends another layer's."""
-    return c if c.kv_source is None else replace(c, kv_lora_rank=0, qk_rope_head_dim=0)
 
 
 class PagedCache(Cache):
@@ -114,7 +108,7 @@ class PagedCache(Cache):
         latent_dtype, index_dtype = self._dtypes
         pages = -(-self.max_cache_len // PAGE)
         pool = PagePool(
-            [_stored(c) for c in self.layer_configs],
+            self.layer_configs,
             num_pages=self.max_batch_size * pages,
             max_requests=self.max_batch_size,
             max_len=self.max_cache_len,
@@ -271,8 +265,6 @@ class PagedCache(Cache):
         batch, pools = self._batch, self.pool.layers[layer_idx]
         if pools.latents.device != hidden_states.device:
             raise ValueError(f"hidden states are on {hidden_states.device}; PagedCache lies on {pools.latents.device}")
-        if (source := self.layer_configs[layer_idx].kv_source) is not None:
-            pools = LayerPools(self.pool.layers[source].latents, pools.index_keys)
         start = self._window_start(layer_idx, hidden_states.shape[0])
         if layer_idx == len(self.layers) - 1:
             self._batch = self._step_columns = None

@@ -67,10 +67,12 @@ def dequantised_bytes(pool: Tensor, L: int, R: int) -> int:
     return pool.shape[0] * PAGE * (L + R) * 2
 
 
-def worth_dequantising(pool: Tensor, L: int, R: int, lanes: int, scratch_bytes: int) -> bool:
-    """True where ``lanes`` selected tokens repay a pass over the pool and half of the scratch holds it."""
+def worth_dequantising(pool: Tensor, L: int, R: int, lanes: int, row_bytes: int, scratch_bytes: int) -> bool:
+    """True where ``lanes`` selected tokens repay a pass over the pool, and half of the scratch holds it and the rest a
+    row of ``row_bytes``."""
     enough = lanes >= LANES_PER_TOKEN * pool.shape[0] * PAGE
-    return enough and dequantised_bytes(pool, L, R) <= scratch_bytes // 2
+    size = dequantised_bytes(pool, L, R)
+    return enough and size <= scratch_bytes // 2 and size + row_bytes <= scratch_bytes
 
 
 @triton.jit
@@ -137,15 +139,16 @@ def run(q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, 
         return
     width = page_table.shape[1] * PAGE if topk is None else topk.shape[1]
     gluon = refuses_gluon(q_rope, pool, L, scale) is None
+    row_bytes = H * L * q_nope.element_size()
     if gluon and pool.dtype == torch.uint8:
-        gluon = worth_dequantising(pool, L, R, T * width, scratch_bytes)
+        gluon = worth_dequantising(pool, L, R, T * width, row_bytes, scratch_bytes)
         if gluon:
             pool = dequantise(pool, L, R)
             scratch_bytes -= pool.nbytes
     if gluon:
         from compiled_dsa.custom_ops.kernels import sparse_mla_gluon
 
-        rows_at_once = min(T, scratch_bytes // (H * L * q_nope.element_size()))
+        rows_at_once = min(T, scratch_bytes // row_bytes)
         wave = max(1, multiprocessors(pool.device) * sparse_mla_gluon.HEADS // H)
         if wave < rows_at_once < T:
             rows_at_once -= rows_at_once % wave  # a last wave that is nearly empty costs as much as a full one

@@ -200,9 +200,12 @@ def test_run_that_fails_is_reported_all_the_same(tmp_path):
 
 
 def test_nothing_compiled(tmp_path):
+    (tmp_path / "graph_2.py").write_text("of an earlier report")
+    (tmp_path / "mine.txt").write_text("of the user")
     with report(tmp_path) as result:
         small(torch.ones(3))
     assert "Nothing was compiled" in result.page.read_text()
+    assert not (tmp_path / "graph_2.py").exists() and (tmp_path / "mine.txt").exists()
 
 
 def test_folder_that_cannot_be_written_is_refused_first(tmp_path):

@@ -1,5 +1,6 @@
 """PagePool: pages move between requests and the free list, and a refused call changes nothing."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -303,3 +304,24 @@ def test_fp8_sizes_that_have_no_layout():
 
 def test_a_cpu_has_no_fp8_units():
     assert not supports_fp8("cpu")
+
+
+def test_a_layer_that_attends_anothers_latents_has_these_and_counts_them_once():
+    sharing = dataclasses.replace(CONFIG, kv_source=0)
+    pool, alone = make_pool([CONFIG, sharing]), make_pool()
+    assert pool.layers[1].latents is pool.layers[0].latents
+    assert pool.page_bytes == alone.page_bytes + pool.layers[1].index_keys[0].nbytes
+    pool.reserve(0, 3)
+    page, latents = pool.pages_of(0)[0], pool.layers[0].latents
+    latents[page, :3] = torch.arange(1.0, 4.0)[:, None]
+    pool.move_tokens(0, [1, 2], [0, 1])  # a chain: moved twice it would be wrong
+    assert latents[page, :3, 0].tolist() == [2, 3, 3]
+    with pytest.raises(ValueError, match=r"configs\[0\].kv_source=0; it must be an earlier layer"):
+        make_pool([sharing])
+
+
+def test_a_pool_made_in_inference_mode_serves_outside_of_it():
+    with torch.inference_mode():
+        pool = make_pool()
+    pool.reserve(0, 100)
+    assert int((pool.page_table[0] >= 0).sum()) == 2

@@ -179,3 +179,20 @@ def test_reading_a_config_leaves_it_alone():
     before = hf.to_dict()
     DSAConfig.from_hf(hf)
     assert hf.to_dict() == before and torch.get_default_dtype() == torch.float32
+
+
+def test_lists_that_the_class_ignores_are_ignored():
+    """transformers' deepseek_v32 reads neither list, glm_moe_dsa only which layers share a selection."""
+    deepseek, glm = tiny_config("deepseek_v32"), tiny_config("glm_moe_dsa")
+    deepseek.indexer_types = ["full", "shared", "full"]
+    glm.layer_types = ["indexed_attention", "sliding_attention", "indexed_attention"]
+    glm.sliding_window = 5
+    assert not DSAConfig.from_hf(deepseek, 1).index_shared
+    assert DSAConfig.from_hf(glm, 1).index_shared and DSAConfig.from_hf(glm, 1).window is None
+
+
+def test_lists_of_another_length_are_refused():
+    config = tiny_config("glm_moe_dsa")
+    config.indexer_types = ["full"]
+    with pytest.raises(ValueError, match="indexer_types has 1 entries; the model has 3 layers"):
+        DSAConfig.from_hf(config, 1)

@@ -188,9 +188,11 @@ def test_when_an_fp8_pool_is_dequantised_whole():
 
     pool = random_latent_pool(5, 512, 64, FP8)
     size, tokens = 5 * PAGE * 576 * 2, 5 * PAGE
-    assert worth_dequantising(pool, 512, 64, 4 * tokens, 2 * size)
-    assert not worth_dequantising(pool, 512, 64, 4 * tokens - 1, 2 * size)
-    assert not worth_dequantising(pool, 512, 64, 4 * tokens, 2 * size - 1)
+    row = 1024
+    assert worth_dequantising(pool, 512, 64, 4 * tokens, row, 2 * size)
+    assert not worth_dequantising(pool, 512, 64, 4 * tokens - 1, row, 2 * size)
+    assert not worth_dequantising(pool, 512, 64, 4 * tokens, row, 2 * size - 1)
+    assert not worth_dequantising(pool, 512, 64, 4 * tokens, size + 1, 2 * size)  # no room for a row
 
 
 @pytest.fixture

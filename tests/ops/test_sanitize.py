@@ -99,7 +99,7 @@ def test_fp8_pool_dequantised_whole():
     from compiled_dsa.custom_ops.kernels.mla_prefill import dequantise, worth_dequantising
 
     pool = random_latent_pool(3, 512, 64, FP8, "cuda")
-    assert worth_dequantising(pool, 512, 64, 3 * 320, 1 << 24)
+    assert worth_dequantising(pool, 512, 64, 3 * 320, 1 << 16, 1 << 24)
     assert dequantise(pool, 512, 64).isfinite().all()
 
 
