@@ -143,8 +143,8 @@ def test_program(example, tmp_path, monkeypatch, capsys):
 
 
 def test_near_ties(example):
-    assert example.near_tie(2**-4, 1.0, torch.bfloat16) and example.near_tie(1.0, 2**-8, torch.bfloat16)
-    assert not example.near_tie(2**-3, 2**-7, torch.bfloat16)
+    assert example.near_tie(2**-4, 1.0, torch.bfloat16) and example.near_tie(1.0, 2**-11, torch.bfloat16)
+    assert not example.near_tie(2**-3, 2**-10, torch.bfloat16)
     assert not example.near_tie(1e-9, 1e-9, torch.float64)
 
 
