@@ -111,5 +111,5 @@ print(json.dumps([m.__file__ for m in (compiled_dsa, compiled_dsa.custom_ops, co
 
 def test_ci_ends_with_the_test_command_of_the_readme():
     command = (ROOT / ".ci" / "run").read_text().rstrip().splitlines()[-1]
-    assert command.endswith("pytest")
+    assert command.endswith("pytest -n auto")
     assert command in (ROOT / "README.md").read_text().splitlines()
