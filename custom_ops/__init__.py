@@ -10,7 +10,7 @@ if __name__ != "compiled_dsa.custom_ops":
 from compiled_dsa.custom_ops.batch_metadata import BATCH_METADATA
 from compiled_dsa.custom_ops.index_topk import INDEX_TOPK_DECODE, INDEX_TOPK_PREFILL
 from compiled_dsa.custom_ops.mla_prefill import MLA_PREFILL
-from compiled_dsa.custom_ops.registry import OPS, Op, split_ops
+from compiled_dsa.custom_ops.registry import OPS, Op
 from compiled_dsa.custom_ops.sparse_mla import SPARSE_MLA_DECODE
 from compiled_dsa.custom_ops.store_index_keys import STORE_INDEX_KEYS
 from compiled_dsa.custom_ops.store_latents import STORE_LATENTS
@@ -25,5 +25,4 @@ __all__ = [
     "STORE_INDEX_KEYS",
     "STORE_LATENTS",
     "Op",
-    "split_ops",
 ]

@@ -185,8 +185,3 @@ def define(
     torch.library.register_fake(f"compiled_dsa::{name}", fake, lib=LIBRARY)
     OPS[name] = op
     return op
-
-
-def split_ops() -> tuple[torch._ops.OpOverload, ...]:
-    """The overloads at which graphs are cut."""
-    return tuple(op.overload for op in OPS.values() if op.split)

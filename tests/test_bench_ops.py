@@ -88,7 +88,6 @@ def test_records_are_kept_and_shown(bench, tmp_path):
 
 
 def test_plot(bench, tmp_path):
-    pytest.importorskip("matplotlib")
     case = bench.selected("store_latents", quick=True)[0]
     work = bench.Work({}, [()], 4.22e6)
     bench.plot([bench.record(case, work, {"triton": 2.0, "torch": 5.0}, ORIGIN)], str(tmp_path / "ops.png"))

@@ -13,66 +13,17 @@ from compiled_dsa.testing import (
     random_index_pool,
     random_page_table,
 )
-
-BUDGET = 1 << 20
-
-
-def batch(lengths, columns, device):
-    """Decode rows: one a request, each seeing all of its keys."""
-    visible = torch.tensor(lengths, dtype=torch.int32, device=device)
-    pages = len(lengths) * columns + 3
-    return (
-        random_page_table(len(lengths), columns, pages, device),
-        torch.arange(len(lengths), dtype=torch.int32, device=device),
-        visible,
-    ), pages
-
-
-def prefill_batch(extend, prefix, device):
-    """Rows of a batch that extends prefixes: the causal windows."""
-    visible = [p + i + 1 for e, p in zip(extend, prefix) for i in range(e)]
-    requests = [b for b, e in enumerate(extend) for _ in range(e)]
-    columns = -(-max(e + p for e, p in zip(extend, prefix)) // PAGE)
-    pages = len(extend) * columns + 3
-    table = random_page_table(len(extend), columns, pages, device)
-    return (table, *(torch.tensor(x, dtype=torch.int32, device=device) for x in (requests, visible))), pages
-
-
-def queries(T, HI, D, dtype, device):
-    q = torch.randn(T, HI, D, device=device).to(dtype)
-    return q, torch.randn(T, HI, device=device)  # weights of both signs
-
-
-def run(backend, q, weights, pool, rows, K, deterministic=False, budget=None, name="index_topk_prefill"):
-    out = poisoned(q.shape[0], K, dtype=torch.int32, device=backend.device)
-    if name == "index_topk_decode":
-        backend(name, q, weights, pool, *rows, out, deterministic)
-    else:
-        backend(name, q, weights, pool, *rows, out, deterministic, budget or BUDGET)
-    return out
-
-
-def scored_pool(values: torch.Tensor, requests: int, columns: int):
-    """An fp32 pool of D = 32 in which the score of request b's key j is exactly ``values[b, j]`` (with relu), for the
-    queries of ``one_hot``; and its page table."""
-    device = values.device
-    table = random_page_table(requests, columns, requests * columns, device)
-    pool = torch.zeros(requests * columns, PAGE, 32, device=device)
-    pool[table.long().flatten(), :, 0] = values.view(requests * columns, PAGE)
-    return pool, table
-
-
-def one_hot(T, device, HI=1):
-    """Queries that read the first element of a key, in every head; weights 1 / HI."""
-    q = torch.zeros(T, HI, 32, device=device)
-    q[:, :, 0] = 1.0
-    return q, torch.full((T, HI), 1 / HI, device=device)
-
-
-def positions(chosen, table):
-    """Chosen slots of one request -> sorted logical positions."""
-    slots = (table.long()[:, None] * PAGE + torch.arange(PAGE, device=table.device)).flatten()
-    return torch.isin(slots, chosen[chosen >= 0].long()).nonzero().flatten()
+from tests.ops.index_cases import (
+    BUDGET,
+    batch,
+    narrow_rows_of,
+    one_hot,
+    positions,
+    prefill_batch,
+    queries,
+    run,
+    scored_pool,
+)
 
 
 @pytest.mark.parametrize("name", ["index_topk_decode", "index_topk_prefill"])
@@ -278,15 +229,6 @@ def test_fault_f1_the_result_does_not_depend_on_the_budget(backend):
         assert torch.equal(small, large)
 
 
-def narrow_rows_of(columns, monkeypatch):
-    """Longer ones are narrowed down, in tiles that suit tests."""
-    from compiled_dsa.custom_ops.kernels import select
-
-    for name in ("DIRECT_SCORES", "DIRECT_SCORES_PREFILL", "NARROWED_MAXIMA"):
-        monkeypatch.setattr(select, name, columns)
-    monkeypatch.setattr(select, "SMALLEST_TILE", 64)
-
-
 @pytest.mark.parametrize("K", [16, 33, 100])
 def test_long_rows_are_narrowed_down(backend, K, monkeypatch):
     """Scores, maxima and selection together: rows of 512 keys, half of the scores equal, one with many NaN."""
@@ -400,99 +342,3 @@ def test_strided_query_and_output(backend):
     backend("index_topk_decode", q, weights[:, :8], pool, *rows, out[:, 8:40], False)
     check_topk(out[:, 8:40], rows[2], *index_scores_oracle(q, weights[:, :8], pool, *rows))
     assert (out[:, :8] == 123456789).all() and (out[:, 40:] == 123456789).all()
-
-
-def lanes_of(chosen, table):
-    """Physical slots [K] of one request -> logical positions of the same lanes, -1 where there is no slot."""
-    slots = (table.long()[:, None] * PAGE + torch.arange(PAGE, device=table.device)).flatten()
-    return torch.where(chosen >= 0, (chosen.long()[:, None] == slots).int().argmax(1), -1).int()
-
-
-def run_options(backend, name, q, weights, pool, rows, K, deterministic=True, init=0, local=0, budget=BUDGET):
-    """(topk_out, positions_out) [T, K], the second one strided."""
-    T = q.shape[0]
-    out = poisoned(T, K, dtype=torch.int32, device=backend.device)
-    where = poisoned(T, K + 3, dtype=torch.int32, device=backend.device)
-    scratch = [budget] if name == "index_topk_prefill" else []
-    deterministic = deterministic and backend.provider != "torch"
-    backend(name, q, weights, pool, *rows, out, deterministic, *scratch, where[:, 1 : K + 1], init, local)
-    assert (where[:, 0] == 123456789).all() and (where[:, K + 1 :] == 123456789).all()
-    return out, where[:, 1 : K + 1]
-
-
-@pytest.mark.parametrize("name", ["index_topk_decode", "index_topk_prefill"])
-@pytest.mark.parametrize(("dtype", "K"), [(FP8, 33), (torch.float16, 64)])
-def test_positions_of_the_lanes(backend, name, dtype, K):
-    """Rows that see none, few and many keys, and one with pages outside the pool, cut by a small budget."""
-    rows, pages = batch([200, 33, 10, 0, 250, 40], 4, backend.device)
-    rows[0][4, 1], rows[0][5, 0] = -1, pages
-    pool = random_index_pool(pages, 32, dtype, backend.device)
-    q, weights = queries(6, 16, 32, dtype, backend.device)
-    budget = 3 * 4 * PAGE * rows[0].shape[1]
-    chosen, where = run_options(backend, name, q, weights, pool, rows, K, budget=budget)
-    check_topk(chosen, rows[2], *index_scores_oracle(q, weights, pool, *rows))
-    for t in range(6):
-        assert torch.equal(where[t], lanes_of(chosen[t], rows[0][t]))
-
-
-@pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize("name", ["index_topk_decode", "index_topk_prefill"])
-@pytest.mark.parametrize(("init", "local"), [(3, 5), (0, 40), (40, 0), (1, 0), (20, 20)])
-def test_tokens_that_are_always_chosen(backend, name, narrow, init, local, monkeypatch):
-    """NaN, the lowest and the highest scores among the others: the K - init - local best of these are added."""
-    if narrow:
-        if backend.provider != "triton":
-            pytest.skip("of Triton's selection")
-        narrow_rows_of(128, monkeypatch)
-    K, lengths = 40, [512, 511, 330, 41, 40, 12]
-    values = torch.randn(6, 512, device=backend.device).relu()
-    values[0, :100] = torch.nan
-    values[1, 500:] = torch.nan
-    values[2, 50:300:3] = torch.inf
-    pool, table = scored_pool(values, 6, 8)
-    table[1, 7] = -1  # its local tokens do not exist
-    requests = torch.arange(6, dtype=torch.int32, device=backend.device)
-    visible = torch.tensor(lengths, dtype=torch.int32, device=backend.device)
-    rows = (table, requests, visible)
-    chosen, where = run_options(backend, name, *one_hot(6, backend.device), pool, rows, K, init=init, local=local)
-    for t, n in enumerate(lengths):
-        position = torch.arange(n, device=backend.device)
-        row = values[t, :n].clone()
-        exists = table[t, position // PAGE] >= 0
-        forced = ((position < init) | (position >= n - local)) & exists
-        row[~exists] = torch.nan
-        got = where[t][where[t] >= 0].long()
-        assert torch.equal(where[t], lanes_of(chosen[t], table[t]))
-        if n <= K:
-            assert got.tolist() == list(range(n))
-            continue
-        assert torch.isin(forced.nonzero().flatten(), got).all()
-        others = got[~forced[got]]
-        best = row[~forced & ~row.isnan()].sort(descending=True).values[: K - int(forced.sum())]
-        assert got.unique().numel() == got.numel() == int(forced.sum()) + best.numel()
-        assert torch.equal(row[others].sort(descending=True).values, best)
-        if backend.provider != "torch":  # deterministic: among equal scores the lowest positions
-            order = row.masked_fill(forced, torch.nan).nan_to_num(nan=-1.0).sort(descending=True, stable=True).indices
-            assert torch.equal(others.sort().values, order[: best.numel()].sort().values)
-
-
-def test_more_rows_a_request_with_tokens_always_chosen(backend):
-    """Rows of one tile end at different positions: each has its own last tokens."""
-    rows, pages = prefill_batch([9, 8], [100, 40], backend.device)
-    pool = random_index_pool(pages, 32, FP8, backend.device)
-    q, weights = queries(17, 16, 32, FP8, backend.device)
-    _, where = run_options(backend, "index_topk_prefill", q, weights, pool, rows, 24, init=2, local=4)
-    for t, n in enumerate(rows[2].tolist()):
-        assert {0, 1, n - 4, n - 3, n - 2, n - 1} <= set(where[t].tolist())
-        assert where[t].unique().numel() == 24 and where[t].max() < n
-
-
-@pytest.mark.parametrize(("init", "local"), [(10, 7), (-1, 3), (0, -1), (17, 0)])
-def test_too_many_tokens_always_chosen_are_refused(init, local):
-    rows, pages = batch([100], 2, "cpu")
-    q, weights = queries(1, 8, 32, FP8, "cpu")
-    args = (q, weights, random_index_pool(pages, 32, FP8), *rows, torch.empty(1, 16, dtype=torch.int32), False)
-    with pytest.raises(ValueError, match=f"init_tokens={init}, local_tokens={local}; .* and 16 are selected"):
-        torch.ops.compiled_dsa.index_topk_decode(*args, None, init, local)
-    with pytest.raises(ValueError, match=r"positions_out has shape \(1, 15\); it must be \[1, 16\]"):
-        torch.ops.compiled_dsa.index_topk_decode(*args, torch.empty(1, 15, dtype=torch.int32))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from compiled_dsa.custom_ops import OPS, split_ops
+from compiled_dsa.custom_ops import OPS
 from compiled_dsa.custom_ops.layout import FP8, PAGE, latent_pool_shape
 from compiled_dsa.testing import random_index_pool, random_latent_pool, random_page_table
 
@@ -60,7 +60,11 @@ def test_fault_h2_ops_return_nothing_and_mutate_what_they_write(name):
 
 def test_split_ops_are_the_unsafe_ones():
     unsafe = {op.overload for op in OPS.values() if torch.Tag.cudagraph_unsafe in op.overload.tags}
-    assert unsafe == set(split_ops()) == {OPS["index_topk_prefill"].overload, OPS["mla_prefill"].overload}
+    assert (
+        unsafe
+        == {op.overload for op in OPS.values() if op.split}
+        == {OPS["index_topk_prefill"].overload, OPS["mla_prefill"].overload}
+    )
 
 
 @pytest.mark.parametrize("name", OPS)
