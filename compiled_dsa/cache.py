@@ -118,6 +118,8 @@ class PagePool(PageLedger):
                 latents = None if c.kv_source is None else self.layers[c.kv_source].latents
                 self.layers.append(LayerPools.allocate(c, num_pages, latent_dtype, index_dtype, device, latents))
             self.page_table = torch.full((max_requests, -(-max_len // PAGE)), -1, dtype=torch.int32, device=device)
+        for tensor in (self.page_table, *(pool for layer in self.layers for pool in layer.tensors())):
+            torch._dynamo.mark_static_address(tensor, guard=False)  # torch's own CUDA graphs do not copy it then
         self.page_bytes = sum(pool[0].nbytes for layer in self.layers for pool in layer.tensors())
 
     def move_tokens(

@@ -15,7 +15,6 @@ from functools import wraps
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -130,10 +129,3 @@ def split_op(
         return op
 
     return register
-
-
-def padding_fill(call: BreakCall, real_rows: int) -> Iterator[tuple[Tensor, float]]:
-    """The padding rows of what a call writes, and what they hold after it."""
-    for place, fill in call.rows.items():
-        if fill is not None:
-            yield call.args[place][real_rows:], fill

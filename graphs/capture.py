@@ -15,62 +15,102 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_dsa.custom_ops.capture import UNCUT, BreakCall, capturing, padding_fill
+from compiled_dsa.custom_ops.capture import UNCUT, BreakCall, capturing
 from compiled_dsa.graphs.buffers import CaptureError
 from compiled_dsa.graphs.torch_compat import non_owning, release_generator
+
+
+class RowCuts:
+    """The first ``rows`` rows of tensors and those after them, each tensor cut once however many split ops take it."""
+
+    def __init__(self, rows: int):
+        self.rows = rows
+        self._cut: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # of id(tensor): it, its real rows, its padding rows
+
+    def __call__(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        if id(tensor) not in self._cut:
+            self._cut[id(tensor)] = tensor, *tensor.split_with_sizes((self.rows, tensor.shape[0] - self.rows))
+        return self._cut[id(tensor)][1:]
 
 
 class Break:
     """A split op between two segments.
 
-    It holds its arguments without owning their memory, which lies in the graphs' pool (where later captures may use it
-    again, as replays run one after another) or belongs to the caller (weights, caches).
-
     Args:
         padded_rows: rows of the captured call; arguments with that many rows are cut to the real ones.
+        hold: applied to tensor arguments.
     """
 
-    def __init__(self, call: BreakCall, padded_rows: int | None):
-        args = tuple(non_owning(a) if isinstance(a, Tensor) else a for a in call.args)
+    def __init__(self, call: BreakCall, padded_rows: int | None, hold: Callable[[Tensor], Tensor] = lambda t: t):
+        args = tuple(hold(a) if isinstance(a, Tensor) else a for a in call.args)
         rows = {
             place: fill
             for place, fill in call.rows.items()
             if isinstance(args[place], Tensor) and args[place].shape[0] == padded_rows
         }
         self.padded = BreakCall(call.name, call.function, args, rows)
-        self._padded_rows = padded_rows
-        self._cut: tuple[int, tuple, list[tuple[Tensor, float]]] | None = None  # of the number of rows served last
+        self._cuts: RowCuts | None = None  # what the next two were made with
+        self._args: tuple = ()
+        self._padding: list[tuple[Tensor, float]] = []
 
-    def __call__(self, rows: int | None) -> None:
-        if rows is None or rows == self._padded_rows:
+    def __call__(self, cuts: RowCuts | None) -> None:
+        if cuts is None:
             self.padded.function(*self.padded.args)
             return
-        if self._cut is None or self._cut[0] != rows:
-            args = tuple(a[:rows] if place in self.padded.rows else a for place, a in enumerate(self.padded.args))
-            self._cut = rows, args, list(padding_fill(self.padded, rows))
-        _, args, padding = self._cut
-        self.padded.function(*args)
-        for tensor, fill in padding:
+        if self._cuts is not cuts:
+            args, self._padding = list(self.padded.args), []
+            for place, fill in self.padded.rows.items():
+                args[place], after = cuts(args[place])
+                if fill is not None:
+                    self._padding.append((after, fill))
+            self._cuts, self._args = cuts, tuple(args)
+        self.padded.function(*self._args)
+        for tensor, fill in self._padding:
             tensor.fill_(fill)
 
 
 class Recording:
-    """What a replay runs, in order."""
+    """What a replay runs, in order.
 
-    def __init__(self, parts: list["torch.cuda.CUDAGraph | Break"]):
+    Args:
+        padded_rows: rows of the captured call.
+    """
+
+    def __init__(self, parts: list["torch.cuda.CUDAGraph | Break"], padded_rows: int | None = None):
         self.parts = parts
         self.breaks = sum(isinstance(part, Break) for part in parts)
         self.segments = len(parts) - self.breaks
+        self._padded_rows = padded_rows
+        self._cuts: RowCuts | None = None  # of the last replay with padding rows
 
     def replay(self, rows: int | None) -> None:
         """Args:
         rows: the real rows, which split ops see; None: all.
         """
+        cuts = None
+        if rows is not None and rows != self._padded_rows:
+            if self._cuts is None or self._cuts.rows != rows:
+                self._cuts = RowCuts(rows)
+            cuts = self._cuts
         for part in self.parts:
             if isinstance(part, Break):
-                part(rows)
+                part(cuts)
             else:
                 part.replay()
+
+
+class _Holder:
+    """Tensors as breaks hold them: without owning their memory, which lies in the graphs' pool (where later captures
+    may use it again, as replays run one after another) or belongs to the caller (weights, caches)."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple, Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if key not in self._held:
+            self._held[key] = non_owning(tensor)
+        return self._held[key]
 
 
 class _Recorder:
@@ -79,6 +119,7 @@ class _Recorder:
     def __init__(self, pool, stream: torch.cuda.Stream, padded_rows: int | None):
         self._pool, self._stream, self._padded_rows = pool, stream, padded_rows
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._hold = _Holder()
         self.parts: list[torch.cuda.CUDAGraph | Break] = []
 
     def begin(self) -> None:
@@ -98,7 +139,7 @@ class _Recorder:
         if torch.cuda.current_stream() != self._stream:
             raise RuntimeError(f"{call.name} splits graphs but was reached on a side stream; join it before")
         self.end()
-        self.parts.append(Break(call, self._padded_rows))
+        self.parts.append(Break(call, self._padded_rows, self._hold))
         self.begin()
 
     def abandon(self) -> None:
@@ -113,10 +154,11 @@ class _RealRows:
     """Runs split ops at once, as a replay would: on the real rows."""
 
     def __init__(self, rows: int | None, padded_rows: int | None):
-        self._rows, self._padded_rows = rows, padded_rows
+        self._cuts = None if rows is None or rows == padded_rows else RowCuts(rows)
+        self._padded_rows = padded_rows
 
     def split(self, call: BreakCall) -> None:
-        Break(call, self._padded_rows)(self._rows)
+        Break(call, self._padded_rows)(self._cuts)
 
 
 def run_uncaptured(
@@ -163,4 +205,4 @@ def record(
     finally:
         if collecting:
             gc.enable()
-    return Recording(recorder.parts), outputs
+    return Recording(recorder.parts, padded_rows), outputs

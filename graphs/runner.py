@@ -70,22 +70,38 @@ class RunnerStats:
     dropped: int = 0
 
 
-class GraphMemory:
-    """What runners share: a memory pool and a capture stream for each device."""
+class DeviceMemory:
+    """What captures on the current device share.
+
+    cuBLAS keeps a workspace for each stream. It would be outside of the pool if anything but captures ran on their
+    stream, and replays would fault once others let go of the workspaces, as torch's mode="reduce-overhead" does.
+
+    Attributes:
+        pool: memory of the graphs.
+        warm_up_stream, capture_stream: two, see above.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[torch.device, tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+        self.warm_up_stream, self.capture_stream = torch.cuda.Stream(), torch.cuda.Stream()
+        self._keeper = keep_pool(self.pool, self.capture_stream)
 
-    def of_current_device(self) -> tuple[Any, torch.cuda.Stream]:
+
+class GraphMemory:
+    """What runners share: the memory of their graphs on each device."""
+
+    def __init__(self) -> None:
+        self._held: dict[torch.device, DeviceMemory] = {}
+
+    def of_current_device(self) -> DeviceMemory:
         device = torch.device("cuda", torch.cuda.current_device())
         if device not in self._held:
-            pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            self._held[device] = pool, stream, keep_pool(pool, stream)
-        return self._held[device][:2]
+            self._held[device] = DeviceMemory()
+        return self._held[device]
 
     def bytes(self) -> int:
         """Device memory that the pools hold."""
-        return sum(pool_bytes(pool) for pool, _, _ in self._held.values())
+        return sum(pool_bytes(held.pool) for held in self._held.values())
 
 
 class CapturedCall:
@@ -96,19 +112,25 @@ class CapturedCall:
         self._inputs = StaticInputs(call if step.idle is None else Call(*step.idle(), bucket=step.bucket))
         self._inputs.fill(call)
         args, kwargs = self._inputs.arguments(call)
-        pool, stream = memory.of_current_device()
+        held = memory.of_current_device()
         saved = _Saved(call.states)
         try:
-            stream.wait_stream(torch.cuda.current_stream())
+            held.warm_up_stream.wait_stream(torch.cuda.current_stream())
             try:
-                with torch.cuda.stream(stream):
+                with torch.cuda.stream(held.warm_up_stream):
                     for _ in range(0 if warm else WARM_UPS):
                         function(*args, **kwargs)
                         saved.restore()
             finally:  # what a failed warm-up has launched must end before the states are restored
-                torch.cuda.current_stream().wait_stream(stream)
+                torch.cuda.current_stream().wait_stream(held.warm_up_stream)
             self.recording, outputs = record(
-                function, args, kwargs, pool=pool, stream=stream, cut=cut, padded_rows=step.padded_rows
+                function,
+                args,
+                kwargs,
+                pool=held.pool,
+                stream=held.capture_stream,
+                cut=cut,
+                padded_rows=step.padded_rows,
             )
         finally:
             saved.restore()

@@ -123,9 +123,8 @@ class PagedCache(Cache):
         self._new_columns = torch.zeros((), dtype=torch.int64, device=device)  # of a forward padded to a bucket
         self._kv_len = torch.zeros(self.max_batch_size, dtype=torch.int64, device=device)
         self._real = torch.ones(self.max_batch_size, self.max_cache_len, dtype=torch.bool, device=device)
-        pools = [tensor for layer in pool.layers for tensor in layer.tensors()]
-        for tensor in (self._length, self._new_columns, self._kv_len, self._real, pool.page_table, *pools):
-            torch._dynamo.mark_static_address(tensor)
+        for tensor in (self._length, self._new_columns, self._kv_len, self._real):
+            torch._dynamo.mark_static_address(tensor, guard=False)
         self.pool = pool
 
     def check_model(self, layer_configs: Sequence[DSAConfig], dtype: torch.dtype) -> None:

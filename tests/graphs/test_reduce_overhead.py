@@ -93,8 +93,6 @@ def test_a_layer_of_ours(fresh_dynamo):
     layer = our_layer(stock_layer("deepseek_v32", torch.float32)).cuda()
     x = torch.randn(8 * STEPS, 64, device="cuda")
     mine, theirs = Prefills(layer, x), Prefills(layer, x)
-    for pool in mine.pool.layers[0].tensors():
-        torch._dynamo.mark_static_address(pool)
     run, skipped = Compiled(layer), graphs_skipped()
     for _ in range(STEPS):
         out, topk = run(*mine.next(8))

@@ -152,6 +152,17 @@ def test_the_pool_of_many_buckets_is_little_more_than_that_of_the_largest():
     assert 0 < pools[1] < 2 * pools[0]
 
 
+@WHOLE_AND_CUT
+def test_graphs_hold_the_workspaces_of_their_matrix_products(cut):
+    weight, runner = torch.randn(512, 512, device="cuda"), GraphRunner(torch.mm, cut=cut)
+    x = torch.randn(512, 512, device="cuda")
+    before = runner(Step((x, weight), {}))
+    torch._C._cuda_clearCublasWorkspaces()  # as mode="reduce-overhead" does between its own graphs
+    torch.cuda.empty_cache()
+    litter()
+    assert torch.equal(runner(Step((x, weight), {})), before)
+
+
 def test_a_split_op_without_rows_that_mutates_what_others_use():
     def function(x):
         y = x + 1
