@@ -21,16 +21,17 @@ from compiled_dsa.graphs.torch_compat import non_owning, release_generator
 
 
 class RowCuts:
-    """The first ``rows`` rows of tensors and those after them, each tensor cut once however many split ops take it."""
+    """The first ``rows`` rows of tensors, each cut once however many split ops take it."""
 
     def __init__(self, rows: int):
         self.rows = rows
-        self._cut: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # of id(tensor): it, its real rows, its padding rows
+        self._cut: dict[int, tuple[Tensor, Tensor]] = {}  # of id(tensor): it, its real rows
 
-    def __call__(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        if id(tensor) not in self._cut:
-            self._cut[id(tensor)] = tensor, *tensor.split_with_sizes((self.rows, tensor.shape[0] - self.rows))
-        return self._cut[id(tensor)][1:]
+    def __call__(self, tensor: Tensor) -> Tensor:
+        cut = self._cut.get(id(tensor))
+        if cut is None:
+            cut = self._cut[id(tensor)] = tensor, tensor[: self.rows]
+        return cut[1]
 
 
 class Break:
@@ -49,24 +50,22 @@ class Break:
             if isinstance(args[place], Tensor) and args[place].shape[0] == padded_rows
         }
         self.padded = BreakCall(call.name, call.function, args, rows)
-        self._cuts: RowCuts | None = None  # what the next two were made with
+        # what it writes, and what padding rows of that hold afterwards; a segment that fills them takes them away here
+        self.padding = [(args[place], fill) for place, fill in rows.items() if fill is not None]
+        self._cuts: RowCuts | None = None  # what the next one was made with
         self._args: tuple = ()
-        self._padding: list[tuple[Tensor, float]] = []
 
     def __call__(self, cuts: RowCuts | None) -> None:
         if cuts is None:
             self.padded.function(*self.padded.args)
             return
         if self._cuts is not cuts:
-            args, self._padding = list(self.padded.args), []
-            for place, fill in self.padded.rows.items():
-                args[place], after = cuts(args[place])
-                if fill is not None:
-                    self._padding.append((after, fill))
-            self._cuts, self._args = cuts, tuple(args)
+            rows = self.padded.rows
+            self._args = tuple(cuts(a) if place in rows else a for place, a in enumerate(self.padded.args))
+            self._cuts = cuts
         self.padded.function(*self._args)
-        for tensor, fill in self._padding:
-            tensor.fill_(fill)
+        for tensor, fill in self.padding:
+            tensor[cuts.rows :].fill_(fill)
 
 
 class Recording:
@@ -74,27 +73,32 @@ class Recording:
 
     Args:
         padded_rows: rows of the captured call.
+        rows_on_device: int32 [], what segments read the number of real rows from; None when none does.
     """
 
-    def __init__(self, parts: list["torch.cuda.CUDAGraph | Break"], padded_rows: int | None = None):
+    def __init__(
+        self, parts: list["torch.cuda.CUDAGraph | Break"], padded_rows: int | None, rows_on_device: Tensor | None
+    ):
         self.parts = parts
         self.breaks = sum(isinstance(part, Break) for part in parts)
         self.segments = len(parts) - self.breaks
-        self._padded_rows = padded_rows
+        self._padded_rows, self._rows_on_device = padded_rows, rows_on_device
+        self._rows = padded_rows  # of the last replay
         self._cuts: RowCuts | None = None  # of the last replay with padding rows
 
     def replay(self, rows: int | None) -> None:
         """Args:
         rows: the real rows, which split ops see; None: all.
         """
-        cuts = None
-        if rows is not None and rows != self._padded_rows:
-            if self._cuts is None or self._cuts.rows != rows:
-                self._cuts = RowCuts(rows)
-            cuts = self._cuts
+        rows = self._padded_rows if rows is None else rows
+        if rows != self._rows:
+            self._rows = rows
+            self._cuts = None if rows == self._padded_rows else RowCuts(rows)
+            if self._rows_on_device is not None:
+                self._rows_on_device.fill_(rows)
         for part in self.parts:
             if isinstance(part, Break):
-                part(cuts)
+                part(self._cuts)
             else:
                 part.replay()
 
@@ -120,7 +124,14 @@ class _Recorder:
         self._pool, self._stream, self._padded_rows = pool, stream, padded_rows
         self._graph: torch.cuda.CUDAGraph | None = None
         self._hold = _Holder()
+        self._rows: Tensor | None = None  # int32 [], where there may be padding rows
         self.parts: list[torch.cuda.CUDAGraph | Break] = []
+        if padded_rows is not None:
+            from compiled_dsa.graphs.padding import compile_fills
+
+            compile_fills(stream.device)
+            with torch.inference_mode(False):  # else it could not be written outside of inference mode
+                self._rows = torch.full((), padded_rows, dtype=torch.int32, device=stream.device)
 
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -139,8 +150,23 @@ class _Recorder:
         if torch.cuda.current_stream() != self._stream:
             raise RuntimeError(f"{call.name} splits graphs but was reached on a side stream; join it before")
         self.end()
-        self.parts.append(Break(call, self._padded_rows, self._hold))
+        part = Break(call, self._padded_rows, self._hold)
+        self.parts.append(part)
         self.begin()
+        if part.padding:
+            part.padding = self._fill(part.padding)
+
+    def _fill(self, padding: list[tuple[Tensor, float]]) -> list[tuple[Tensor, float]]:
+        """Captures the filling of padding rows; returns what is left to do at each replay."""
+        from compiled_dsa.graphs.padding import can_fill, fill_padding
+
+        for tensor, value in padding:
+            if can_fill(tensor):
+                fill_padding(tensor, self._rows, value)
+        return [(tensor, value) for tensor, value in padding if not can_fill(tensor)]
+
+    def recording(self) -> Recording:
+        return Recording(self.parts, self._padded_rows, self._rows)
 
     def abandon(self) -> None:
         """Ends a capture that failed."""
@@ -183,7 +209,7 @@ def record(
     Raises:
         CaptureError: the call did something that no graph can hold; the message has the cause.
     """
-    recorder = _Recorder(pool, stream, padded_rows)
+    recorder = _Recorder(pool, stream, padded_rows if cut else None)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # the pool cannot take cached memory back during a capture
     collecting = gc.isenabled()
@@ -205,4 +231,4 @@ def record(
     finally:
         if collecting:
             gc.enable()
-    return Recording(recorder.parts, padded_rows), outputs
+    return recorder.recording(), outputs
