@@ -64,9 +64,10 @@ def reference(
     q_len, kv_len = q_len.long(), kv_len.long()
     kept = q_len if accepted is None else accepted.long().clamp(min=0).minimum(q_len)
     before = kv_len - q_len
-    starts = torch.nn.functional.pad(q_len.cumsum(0), (1, 0))
+    ends = q_len.cumsum(0)
+    starts = torch.nn.functional.pad(ends, (1, 0))
     rows = torch.arange(positions.shape[0], device=q_len.device)
-    request = torch.searchsorted(starts[1:], rows, right=True).clamp(max=q_len.shape[0] - 1)
+    request = torch.searchsorted(ends, rows, right=True).clamp(max=q_len.shape[0] - 1)
     row_of_request = rows - starts[request]  # past the last request: not below its length, so padding
     position = before[request] + row_of_request
     real = (row_of_request < kept[request]) & (position >= 0)
