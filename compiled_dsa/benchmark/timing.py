@@ -7,6 +7,7 @@ Times are medians of single runs between two CUDA events, in microseconds. A run
 import json
 import math
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -141,7 +142,9 @@ def provenance(commit: str | None = None) -> dict:
     Args:
         commit: None: that of the checkout in the working folder, or "unknown".
     """
-    checkout = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
+    command = ["git", "rev-parse", "--verify", "HEAD"]
+    if commit is None and shutil.which("git"):
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     versions = {name: version(name) for name in DISTRIBUTIONS if version(name)}
     versions |= {"torch": torch.__version__, "python": platform.python_version()}
     if torch.cuda.is_available():
@@ -150,7 +153,7 @@ def provenance(commit: str | None = None) -> dict:
         versions["machine"] = platform.machine()
     return {
         "versions": versions,
-        "commit": commit or checkout.stdout.strip() or "unknown",
+        "commit": commit or "unknown",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 

@@ -44,9 +44,10 @@ class StockLayer:
 
     Args:
         model: model_type.
+        config: the sizes.
         weights: by transformers' names.
         implementation: "sdpa" or "eager".
-        config: the sizes.
+        compiled: compile the module, for the sizes of each case anew.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class StockLayer:
 
     def runnable(self, inputs: LayerInputs) -> Runnable:
         """A step over transformers' own cache, which holds what ours holds, unrounded.
+
+        The result, whose selection a hook takes, is always that of the module in eager code.
 
         Raises:
             ValueError: a prefill after a prefix, which is not written here.
@@ -108,10 +111,12 @@ class StockLayer:
         rope = in_stock_order(latents[..., L:])
         if c.index_format.rope_interleaved:
             keys = torch.cat([in_stock_order(keys[..., :R]), keys[..., R:]], dim=-1)
-        cache = StaticCache(self.config, max_cache_len=past + ROOM)
+        # as many columns as whole pages have: sdpa copies masks whose rows are not aligned
+        length = past + 1 + ROOM
+        cache = StaticCache(self.config, max_cache_len=length)
         cache.update(latents[:, None, :, :L].contiguous(), rope[:, None], 0)
         cache.update_indexer(keys, 0)
-        columns = torch.arange(past + ROOM, device=keys.device)
+        columns = torch.arange(length, device=keys.device)
         visible = (columns <= past).expand(B, 1, 1, -1)
         return inputs.x.unsqueeze(1), self._mask(visible), lambda: cache
 

@@ -55,6 +55,26 @@ def test_layer_cases(model, monkeypatch):
     assert first.accuracy["hf_sdpa"].error < 0.03
 
 
+def test_times_stay_where_launches_cannot_be_counted():
+    def cannot(run):
+        raise RuntimeError("torch.profiler saw no work on the device")
+
+    case = decode("deepseek_v32", 1, 128)
+    parts = clock()
+    bench = Bench(
+        "deepseek_v32",
+        [case],
+        device="cpu",
+        clock=Clock(parts.device_us, parts.host_us, cannot),
+        config=small_config("deepseek_v32"),
+        backend="eager",
+    )
+    with torch.inference_mode():
+        measured = bench.measure(case)
+    assert measured.modes_us == {"off": 5.0} and measured.launches == {} and measured.not_run == {}
+    assert measured.notes == {"launches_not_counted": "RuntimeError: torch.profiler saw no work on the device"}
+
+
 def no_composition():
     raise NotRun("not here")
 

@@ -78,6 +78,8 @@ def test_provenance(monkeypatch, tmp_path):
     assert found["versions"]["torch"] == torch.__version__ and len(found["date"]) == 10
     monkeypatch.chdir(tmp_path)  # no checkout
     assert timing.provenance()["commit"] == "unknown" and timing.provenance("abc")["commit"] == "abc"
+    monkeypatch.setattr(timing.shutil, "which", lambda name: None)  # no git
+    assert timing.provenance()["commit"] == "unknown"
 
 
 def test_a_record_takes_the_place_of_its_case(tmp_path):
