@@ -1,8 +1,8 @@
-"""``python -m compiled_dsa``: an overview of this machine; ``dump`` writes down what is compiled."""
+"""``python -m compiled_dsa``: an overview of this machine; ``bench`` measures, ``dump`` shows what is compiled."""
 
 import argparse
 
-from compiled_dsa.cli import dump, overview
+from compiled_dsa.cli import bench, dump, overview
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -11,7 +11,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the overview as JSON")
     parser.set_defaults(run=overview.run)
-    dump.add_parser(parser.add_subparsers(title="commands", metavar="COMMAND"))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    bench.add_parser(commands)
+    dump.add_parser(commands)
     arguments = parser.parse_args(argv)
     arguments.run(arguments)
 

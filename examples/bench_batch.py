@@ -7,15 +7,15 @@ runs them, and the launch also as the eager call that fills the inputs of such a
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from real_sizes import BYTES_PER_US, provenance
 from rich.console import Console
 from rich.table import Table
 
+from compiled_dsa.benchmark.timing import captured, device_us, limit_us, provenance
 from compiled_dsa.custom_ops import BATCH_METADATA
 from compiled_dsa.custom_ops.layout import PAGE
 
@@ -41,31 +41,18 @@ def arguments(B: int, tokens: int) -> tuple:
     return q_len, kv_len, page_table, None, *filled
 
 
-def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """A replay of CALLS calls."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+def calls_of(run: Callable[[], object]) -> Callable[[], None]:
+    """CALLS calls of a launch of a few us, one of which the clock would not resolve."""
+
+    def run_all() -> None:
         for _ in range(CALLS):
             run()
-    return graph.replay
+
+    return run_all
 
 
 def median_us(run: Callable[[], None]) -> float:
-    """Median time of ``run`` divided by CALLS, in microseconds."""
-    times = []
-    for _ in range(REPEATS + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return statistics.median(times[3:])
+    return device_us(run, calls=CALLS, rounds=REPEATS)
 
 
 def measure(case: str, B: int, tokens: int, commit: str | None) -> dict:
@@ -81,7 +68,7 @@ def measure(case: str, B: int, tokens: int, commit: str | None) -> dict:
     for name, call in (("ours", ours), ("torch", peer), ("torch_compiled", compiled)):
         for tensor in args[4:]:
             tensor.fill_(-7)
-        replay = captured(lambda call=call: call(*args))
+        replay = captured(calls_of(partial(call, *args))).replay
         replay()
         assert all(map(torch.equal, args[4:], want)), f"{name}, {case} {B} x {tokens}: differs from the reference"
         times[name] = median_us(replay)
@@ -92,9 +79,9 @@ def measure(case: str, B: int, tokens: int, commit: str | None) -> dict:
         "sizes": {"requests": B, "rows": B * tokens, "page_table_columns": CONTEXT // PAGE},
         "ours_us": round(times.pop("ours"), 2),
         "peers_us": {name: round(us, 2) for name, us in times.items()},
-        "limit_us": round(moved / BYTES_PER_US, 4),
-        "ours_eager_us": round(median_us(lambda: [ours(*args) for _ in range(CALLS)]), 2),
-        "torch_eager_us": round(median_us(lambda: [peer(*args) for _ in range(CALLS)]), 2),
+        "limit_us": round(limit_us(moved), 4),
+        "ours_eager_us": round(median_us(calls_of(partial(ours, *args))), 2),
+        "torch_eager_us": round(median_us(calls_of(partial(peer, *args))), 2),
         **provenance(commit),
     }
 

@@ -6,7 +6,6 @@ call it, on inputs in the form that it wants and, as there, with schedules made 
 Legend: T rows, B requests, HI index heads, D index head dim, H heads, L + R latent and rope dims, K top-k.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compiled_dsa.benchmark.timing import limit_us, rotations
 from compiled_dsa.cli.overview import sample_arguments
 from compiled_dsa.custom_ops import OPS
 from compiled_dsa.custom_ops.layout import FP8, PAGE, index_pool_shape, latent_pool_shape
@@ -22,9 +22,6 @@ from compiled_dsa.testing import random_index_pool, random_latent_pool
 DEVICE = "cuda"
 L, R, D, K = 512, 64, 128, 2048
 MODELS = {"deepseek_v32": (128, 64, 128, 128), "glm_moe_dsa": (64, 32, 192, 256)}  # H, HI, N, V
-BYTES_PER_US, BF16_FLOP_PER_US, FP8_FLOP_PER_US = 4.22e6, 750e6, 1275e6  # measured on an H200
-ROTATED_BYTES = 150e6  # three times what an H200 keeps in L2
-MOST_ROTATED = 128
 SCRATCH_BYTES = 2 << 30
 
 Run = Callable[[tuple], object]
@@ -53,7 +50,7 @@ class Work:
 
     @property
     def limit_us(self) -> float:
-        return max(self.moved / BYTES_PER_US, self.flop[0] / BF16_FLOP_PER_US + self.flop[1] / FP8_FLOP_PER_US)
+        return limit_us(self.moved, *self.flop)
 
 
 @dataclass(frozen=True)
@@ -144,10 +141,6 @@ def alone(name: str, libraries: list[str], providers: list[str], make: Callable[
     except ImportError as error:
         return {}, {name: str(error)}
     return {name: make()}, {}
-
-
-def rotations(moved: float) -> int:
-    return max(2, min(MOST_ROTATED, math.ceil(ROTATED_BYTES / moved)))
 
 
 def bf16(*shape: int) -> Tensor:

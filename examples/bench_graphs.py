@@ -11,29 +11,27 @@ import copy
 import gc
 import itertools
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from real_sizes import FP8, SMALL_MLP, provenance
 from rich.console import Console
 from rich.table import Table
 from served_model import ServedModel
 
 from compiled_dsa import Batch, PagePool, compile_model
 from compiled_dsa.batch import DECODE, PREFILL
+from compiled_dsa.benchmark.timing import device_us, host_us, provenance, timed
 from compiled_dsa.compile import CompiledForward
-from compiled_dsa.custom_ops.layout import PAGE
+from compiled_dsa.custom_ops.layout import FP8, PAGE
 from compiled_dsa.graphs.buckets import Buckets
 from compiled_dsa.graphs.buffers import Call
 from compiled_dsa.graphs.capture import Break
 from compiled_dsa.graphs.runner import GraphMemory, GraphRunner, Step
 from compiled_dsa.huggingface import PagedCache
-from compiled_dsa.huggingface.small_models import MODELS, SMALL, model_config, random_model
+from compiled_dsa.huggingface.small_models import MODELS, SMALL, SMALL_MLP, model_config, random_model
 from compiled_dsa.steps import Planner
 from compiled_dsa.testing import random_index_pool, random_latent_pool
 
@@ -132,32 +130,6 @@ def litter() -> None:
 # ---- host time -------------------------------------------------------------------------------------------------------
 
 
-def host_us(run: Callable[[], object], repeats: int = 30) -> float:
-    """Median time until ``run`` returns, the device idle before."""
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - start) * 1e6)
-    torch.cuda.synchronize()
-    return statistics.median(times)
-
-
-def device_us(run: Callable[[], object], repeats: int = 20) -> float:
-    """Median time between events around ``run``, the device idle before."""
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
 def without_ops(runner: GraphRunner, step: Step, rows: tuple[int, ...]) -> tuple[float, float, int]:
     """Host time of a replay whose split ops do nothing, of its graph launches alone, and the number of breaks.
 
@@ -239,10 +211,8 @@ def capture_buckets(compiled: CompiledForward, model: ServedModel, pool: PagePoo
     for size in reversed(TWELVE_SIZES):
         batch = Batch.idle(size, REQUESTS, MAX_LEN // PAGE, DEVICE, kind=PREFILL, skip_scores=False)
         ids = torch.ones(size, dtype=torch.int64, device=DEVICE)
-        start = time.perf_counter()
-        runner(planner.plan((ids, batch, pool), {})[1])
-        torch.cuda.synchronize()
-        seconds[size] = time.perf_counter() - start
+        step = planner.plan((ids, batch, pool), {})[1]
+        _, seconds[size] = timed(partial(runner, step))
         pool_bytes.append(memory.bytes())
     figures = {"capture_seconds": seconds, "pool_bytes_largest": pool_bytes[0], "pool_bytes_12": pool_bytes[-1]}
     console.print(f"capture: {figures}")
@@ -261,12 +231,10 @@ def generation(args, stock, prompt_tokens: int = 500, new: int = 64) -> dict:
         seconds = []
         for count in (2, 1, new + 1, 1, new + 1):
             cache = PagedCache(model.config, 2, prompt_tokens + new + 1)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
             options = {"do_sample": False, "max_new_tokens": count, "past_key_values": cache}
-            out = model.generate(prompt, return_dict_in_generate=True, output_logits=True, **options)
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
+            generate = partial(model.generate, return_dict_in_generate=True, output_logits=True, **options)
+            out, duration = timed(partial(generate, prompt))
+            seconds.append(duration)
         runs[graphs], speeds[graphs] = out, 2 * new / (seconds[-1] - seconds[-2])
         stats = model.graph_stats()
         console.print(f"generate, {graphs}: {speeds[graphs]:.0f} tokens/s; {stats}")
@@ -328,6 +296,9 @@ def main() -> int:
             if part in args.parts:
                 keep(part, measurements[part]())
     if "time" in figures:
+        decode = {name: times["device_us"] for name, times in figures["time"][DECODE].items()}
+        keep("ours_us", decode["full"])
+        keep("peers_us", {name: decode[name] for name in ("eager", "uncaptured", "reduce-overhead")})
         console.print(table(figures["time"]))
     equality = figures.get("equality", {})
     wrong = [n for n, f in equality.items() if f["replays_not_bitwise_equal"] or f["compiles_after_warm_up"]]

@@ -11,8 +11,7 @@ the names of peers mean, is said in bench_cases.py.
 
 import argparse
 import gc
-import json
-import statistics
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,10 +19,9 @@ from bench_cases import Case, Work, selected
 from rich.console import Console
 from rich.table import Table
 
-from compiled_dsa.cli.overview import DISTRIBUTIONS, version
+from compiled_dsa.benchmark.timing import ROUNDS, captured, device_us, keep, provenance
 
 OURS = "triton"
-ROUNDS, SECONDS = 20, 1.0  # of one measurement, whichever ends it first
 console = Console(soft_wrap=True, highlight=False)
 
 
@@ -35,36 +33,13 @@ def once_each(work: Work, name: str) -> None:
         work.runs[name](args)
 
 
-def captured(work: Work, name: str) -> torch.cuda.CUDAGraph:
-    """A graph of one call on each element of the inputs."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # first-call work, and memory of the stream that captures
-        once_each(work, name)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        once_each(work, name)
-    return graph
-
-
 def median_us(work: Work, name: str, rounds: int) -> float:
     """Median over rounds of the time of a call, each round one call on each element of the inputs."""
-    once_each(work, name)
-    graph = work.captured and name not in work.uncaptured
-    run = captured(work, name).replay if graph else lambda: once_each(work, name)
-    times: list[float] = []
-    for repeat in range(rounds + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        if repeat >= 2:
-            times.append(start.elapsed_time(end) * 1e3 / len(work.inputs))
-        if sum(times) * len(work.inputs) > SECONDS * 1e6:
-            break
-    return statistics.median(times)
+    run = partial(once_each, work, name)
+    run()
+    if work.captured and name not in work.uncaptured:
+        run = captured(run).replay
+    return device_us(run, calls=len(work.inputs), rounds=rounds)
 
 
 def measure(case: Case, providers: list[str], rounds: int) -> tuple[Work, dict[str, float]]:
@@ -98,22 +73,6 @@ def record(case: Case, work: Work, times: dict[str, float], origin: dict) -> dic
         "not_run": work.not_run,
         **origin,
     }
-
-
-def origin(commit: str | None) -> dict:
-    from real_sizes import provenance  # brings transformers
-
-    found = provenance(commit)
-    libraries = {name: version(name) for name in DISTRIBUTIONS if version(name)}
-    return {**found, "versions": libraries | found["versions"]}
-
-
-def keep(path: Path, new: dict) -> list[dict]:
-    """Puts a record into the file, in place of one of the same case; returns all that it holds."""
-    held = json.loads(path.read_text()) if path.exists() else []
-    records = [r for r in held if r["case"] != new["case"]] + [new]
-    path.write_text(json.dumps(records, indent=1) + "\n")
-    return records
 
 
 def table(records: list[dict]) -> Table:
@@ -166,7 +125,7 @@ def main() -> None:
     parser.add_argument("--providers", default="", help="comma-separated; only these and what they are parts of")
     parser.add_argument("--quick", action="store_true", help="few cases, 5 rounds each")
     parser.add_argument("--list", action="store_true", help="print the names of the cases, measure nothing")
-    parser.add_argument("--json", help="write the records to this file after every case")
+    parser.add_argument("--json", type=Path, help="write the records to this file after every case")
     parser.add_argument("--plot", help="draw the records (of the --json file, else of this run) into this PNG")
     parser.add_argument("--commit", help="the commit to record (default: that of the checkout)")
     args = parser.parse_args()
@@ -183,7 +142,7 @@ def main() -> None:
             import matplotlib  # noqa: F401 (asked for before anything is measured)
         except ImportError:
             parser.error("--plot needs matplotlib: pip install matplotlib")
-    found = origin(args.commit)
+    found = provenance(args.commit)
     records: list[dict] = []
     providers = [name for name in args.providers.split(",") if name]
     with torch.inference_mode():
@@ -194,7 +153,7 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
             records.append(new)
-            kept = keep(Path(args.json), new) if args.json else records
+            kept = keep(args.json, new) if args.json else records
             console.print(f"{case.name}: {', '.join(f'{name} {us:,.1f} us' for name, us in times.items())}")
             for name, reason in new["not_run"].items():
                 console.print(f"  {name} not run: {reason}")

@@ -8,18 +8,18 @@ too; what it holds beside its scratch are the projections of all rows, as in any
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from real_sizes import FP8, provenance
 from rich.console import Console
 
 from compiled_dsa import Batch, DSAConfig, PagePool, SparseAttention
+from compiled_dsa.benchmark.timing import keep, provenance
 from compiled_dsa.custom_ops.index_topk import index_topk_prefill
+from compiled_dsa.custom_ops.layout import FP8
 from compiled_dsa.custom_ops.mla_prefill import mla_prefill
 from compiled_dsa.huggingface.small_models import MODELS, model_config
 
@@ -72,7 +72,7 @@ def measure(config: DSAConfig, tokens: int) -> dict:
     figures["layer"] = {"peak_bytes": peak, "ms": ms, "input_bytes": x.nbytes, "output_bytes": output_bytes}
 
     p = layer.project(x, cos, sin)
-    q = torch.randn(tokens, c.index_n_heads, c.index_head_dim, device=DEVICE).to(torch.float8_e4m3fn)
+    q = torch.randn(tokens, c.index_n_heads, c.index_head_dim, device=DEVICE).to(FP8)
     weights = torch.randn(tokens, c.index_n_heads, device=DEVICE)
     topk = torch.empty(tokens, c.index_topk, dtype=torch.int32, device=DEVICE)
     rows = (batch.page_table, batch.req_of_row, batch.visible)
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"{name}: {f['peak_bytes'] / MIB:,.0f} MiB beside its inputs, {f['ms']:.1f} ms")
     record = {"case": f"prefill of {args.tokens} tokens, {args.model}", "scratch_bytes": config.scratch_bytes}
     if args.json:
-        Path(args.json).write_text(json.dumps([record | figures | provenance(args.commit)], indent=1) + "\n")
+        keep(Path(args.json), record | figures | provenance(args.commit))
     console.print(f"over the budget of {args.scratch_mib} MiB: {', '.join(over) or 'none'}")
     return 1 if over else 0
 

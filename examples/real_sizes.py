@@ -7,37 +7,23 @@ config's own attention sizes and small MLPs, bf16 weights; our caches are fp8 fo
 import copy
 import gc
 import json
-import statistics
-import subprocess
 from collections.abc import Callable
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
-import transformers
-import triton
 from rich.table import Table
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
-from compiled_dsa import compile_model
-from compiled_dsa.custom_ops.store_index_keys import store_index_keys
-from compiled_dsa.custom_ops.store_latents import store_latents
+from compiled_dsa import DSAConfig, compile_model
+from compiled_dsa.benchmark.cases import limits
+from compiled_dsa.benchmark.timing import device_us, provenance, timed
+from compiled_dsa.custom_ops.layout import FP8
 from compiled_dsa.huggingface import PagedCache, replace_attention
-from compiled_dsa.huggingface.small_models import model_config, random_model
+from compiled_dsa.huggingface.benchmark import decode_step, prefill_step
+from compiled_dsa.huggingface.small_models import SMALL_MLP, model_config, random_model
 
-FP8 = torch.float8_e4m3fn
-SMALL_MLP = {
-    "vocab_size": 1024,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 128,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-}
 CONTEXT = 8192
-BYTES_PER_US, BF16_FLOP_PER_US, FP8_FLOP_PER_US = 4.22e6, 750e6, 1275e6  # measured on an H200
-REPEATS, SECONDS = 20, 1.0  # of one measurement, whichever ends it first
 
 
 def measure(args, console) -> int:
@@ -63,7 +49,7 @@ def measure(args, console) -> int:
                 model.set_attn_implementation(
                     "compiled_dsa" if name == "ours" else "eager" if name == "hf_eager" else "sdpa"
                 )
-                run = prefill_step(model, tokens) if case == "prefill" else decode_step(name, model, batch, tokens)
+                run = prefill_step(model, tokens) if case == "prefill" else decode_step(model, batch, tokens)
                 times[name] = median_us(run)
                 shown = "out of memory" if times[name] is None else f"{times[name]:,.0f} us"
                 console.print(f"{case} batch {batch}, {tokens} tokens: {name} {shown}")
@@ -168,62 +154,12 @@ def run_our_layer(attention, x, cos, sin, config, rows: int, oracle: dict | None
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 
-def prefill_step(model, tokens: int) -> Callable[[], None]:
-    """A prefill of ``tokens`` random tokens into a fresh or emptied cache."""
-    ids = torch.randint(1, 1024, (1, tokens), device="cuda")
-    paged = PagedCache(model.config, 1, tokens, latent_dtype=FP8, index_dtype=FP8)
-    ours = hasattr(model, "dsa_stats")
-
-    def run():
-        paged.reset()
-        model(input_ids=ids, past_key_values=paged if ours else DynamicCache(config=model.config), logits_to_keep=1)
-
-    return run
-
-
-def decode_step(name: str, model, batch: int, context: int) -> Callable[[], None]:
-    """One token for each of ``batch`` rows over a cache of ``context`` random tokens; the cache grows by it."""
-    config, room = model.config, 4 * REPEATS + 16
-    ids = torch.randint(1, 1024, (batch, 1), device="cuda")
-    if name == "ours":
-        cache = PagedCache(config, batch, context + room, latent_dtype=FP8, index_dtype=FP8)
-        cache.allocate(ids.device, torch.bfloat16)
-        cache.begin(batch, context, None)
-    else:
-        cache = StaticCache(config, max_cache_len=context + room)
-    for layer, attention in enumerate(layer.self_attn for layer in model.model.layers):
-        latents = torch.randn(batch, 1, context, config.kv_lora_rank, device="cuda", dtype=torch.bfloat16)
-        rope = torch.randn(batch, 1, context, config.qk_rope_head_dim, device="cuda", dtype=torch.bfloat16)
-        keys = torch.randn(batch, context, config.index_head_dim, device="cuda", dtype=torch.bfloat16)
-        if name == "ours":
-            rows, pools = cache.step(layer, torch.empty(batch, context, 0, device="cuda"), None)
-            store_latents(pools.latents, latents.flatten(0, 2), rope.flatten(0, 2), rows.slots)
-            if pools.index_keys is not None:
-                store_index_keys(pools.index_keys, keys.flatten(0, 1).float(), rows.slots)
-        else:
-            cache.update(latents, rope, layer)
-            if attention.indexer is not None:
-                cache.update_indexer(keys, layer)
-    position = torch.full((batch, 1), context, device="cuda")
-    return lambda: model(input_ids=ids, past_key_values=cache, position_ids=position)
-
-
 def median_us(run: Callable[[], None]) -> float | None:
-    """Median of the runs after warm-up, in microseconds; None when the GPU's memory does not hold the run."""
-    times = []
+    """Median of the runs, in microseconds; None when the GPU's memory does not hold the run."""
     try:
-        for _ in range(3):
-            run()
-        while len(times) < REPEATS and sum(times) < SECONDS * 1e6:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) * 1e3)
+        return device_us(run, warm_ups=3)
     except torch.cuda.OutOfMemoryError:
         return None
-    return statistics.median(times)
 
 
 def generation_speed(config, model, new_tokens: int = 64) -> float:
@@ -232,29 +168,16 @@ def generation_speed(config, model, new_tokens: int = 64) -> float:
     seconds = []
     for count in (2, 1, new_tokens + 1):  # the first is warm-up
         cache = PagedCache(config, 1, CONTEXT + count, latent_dtype=FP8, index_dtype=FP8)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        model.generate(prompt, max_new_tokens=count, do_sample=False, past_key_values=cache)
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
+        generate = partial(model.generate, max_new_tokens=count, do_sample=False, past_key_values=cache)
+        seconds.append(timed(partial(generate, prompt))[1])
     return new_tokens / (seconds[2] - seconds[1])
 
 
-def limit_us(config, case: str, batch: int, tokens: int) -> float:
-    """Lower bound of the attention layers' time: the larger of their bytes and their FLOP at measured peak rates."""
-    H, L, R = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
-    N, V, HI, D = config.qk_nope_head_dim, config.v_head_dim, config.index_n_heads, config.index_head_dim
-    weights = config.hidden_size * (config.q_lora_rank + L + R + D + HI + H * V)
-    weights += config.q_lora_rank * (H * (N + R) + HI * D) + L * H * (N + V)
-    K = config.index_topk
-    rows = batch if case == "decode" else tokens
-    seen = batch * (tokens + 1) if case == "decode" else tokens * (tokens + 1) // 2
-    selected = batch * K if case == "decode" else K * (tokens - K) + K * (K + 1) // 2
-    flop = rows * 2 * weights + selected * H * 2 * (2 * L + R)
-    moved = 2 * weights + (batch if case == "decode" else 1) * (tokens * (D + 4) + K * (L + 4 * L // 128 + 2 * R))
-    compute = flop / BF16_FLOP_PER_US + seen * HI * D * 2 / FP8_FLOP_PER_US
-    return config.num_hidden_layers * max(compute, moved / BYTES_PER_US)
+def lower_bound_us(config, case: str, batch: int, tokens: int) -> float:
+    """Of the time of the attention layers; ``tokens`` are held before a decode."""
+    layers = [DSAConfig.from_hf(config, i) for i in range(config.num_hidden_layers)]
+    context, rows = (tokens + 1, batch) if case == "decode" else (tokens, tokens)
+    return limits(layers, case, batch, context, rows).limit
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------
@@ -272,24 +195,9 @@ def record(args, config, case, batch, tokens, times, accuracy) -> dict:
         },
         "ours_us": times["ours"],
         "peers_us": {name: us for name, us in times.items() if name != "ours"},
-        "limit_us": limit_us(config, case, batch, tokens),
+        "limit_us": lower_bound_us(config, case, batch, tokens),
         "accuracy": accuracy,
         **provenance(args.commit),
-    }
-
-
-def provenance(commit: str | None) -> dict:
-    """What every record of a measurement says of where it comes from; ``commit``: None for that of the checkout."""
-    checkout = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
-    return {
-        "versions": {
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "transformers": transformers.__version__,
-            "gpu": torch.cuda.get_device_name(),
-        },
-        "commit": commit or checkout.stdout.strip() or "unknown",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 
 

@@ -11,12 +11,10 @@ keeps the kernels of our ops itself. On a CPU most of the time is the C++ compil
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-import time
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compiled_dsa import compile_model, load_compiled, save_compiled
+from compiled_dsa.benchmark.timing import provenance, timed
 from compiled_dsa.huggingface import PagedCache, replace_attention
 from compiled_dsa.huggingface.small_models import MODELS, SMALL, model_config, random_model
 
@@ -42,19 +41,13 @@ def start(args: argparse.Namespace) -> dict:
     def generate() -> None:
         cache = PagedCache(config, BATCH, PROMPT + NEW_TOKENS, index_dtype=torch.float32)
         model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, past_key_values=cache)
-        if prompt.is_cuda:
-            torch.cuda.synchronize()
 
     phases = {"first": generate, "second": generate}
     if args.process == "warm":
         phases = {"load": lambda: load_compiled(args.folder), **phases}
     else:
         phases["save"] = lambda: save_compiled(args.folder)
-    seconds = {}
-    for name, run in phases.items():
-        began = time.perf_counter()
-        run()
-        seconds[name] = round(time.perf_counter() - began, 2)
+    seconds = {name: round(timed(run)[1], 2) for name, run in phases.items()}
     counters = torch._dynamo.utils.counters["inductor"]
     graphs = {"compiled": counters["fxgraph_cache_miss"], "found": counters["fxgraph_cache_hit"]}
     return {"seconds": seconds, "graphs": graphs}
@@ -69,10 +62,10 @@ def in_process(args: argparse.Namespace, process: str, folder: Path) -> dict:
     }
     command = [sys.executable, __file__, "--process", process, "--folder", str(folder / "saved")]
     command += ["--model", args.model, "--device", args.device, "--layers", str(args.layers)]
-    began = time.perf_counter()
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    process_run = partial(subprocess.run, command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done, seconds = timed(process_run)
     result = json.loads(done.stdout.splitlines()[-1])
-    result["seconds"]["process"] = round(time.perf_counter() - began, 2)
+    result["seconds"]["process"] = round(seconds, 2)
     return result
 
 
@@ -110,14 +103,16 @@ def main() -> int:
 
 
 def append(file: Path, args: argparse.Namespace, results: dict, saved: int) -> None:
-    device = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
+    process_us = {name: result["seconds"]["process"] * 1e6 for name, result in results.items()}
     record = {
         "case": "warm_start",
         "sizes": {"model": args.model, "layers": args.layers, "batch": BATCH, "prompt": PROMPT, "tokens": NEW_TOKENS},
+        "ours_us": process_us["warm"],
+        "peers_us": {"cold": process_us["cold"]},
+        "device": args.device,
         **results,
         "saved_bytes": saved,
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "device": device},
-        "date": datetime.now(UTC).date().isoformat(),
+        **provenance(),
     }
     held = json.loads(file.read_text()) if file.exists() else []
     file.write_text(json.dumps([*held, record], indent=1) + "\n")

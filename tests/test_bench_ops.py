@@ -22,7 +22,7 @@ def bench(monkeypatch):
 def small(bench, monkeypatch):
     """The cases' module with sizes for a CPU."""
     cases = importlib.import_module("bench_cases")
-    for name, value in {"DEVICE": "cpu", "K": 16, "ROTATED_BYTES": 0, "SCRATCH_BYTES": 1 << 22}.items():
+    for name, value in {"DEVICE": "cpu", "K": 16, "rotations": lambda moved: 2, "SCRATCH_BYTES": 1 << 22}.items():
         monkeypatch.setattr(cases, name, value)
     monkeypatch.setattr(cases, "MODELS", {"deepseek_v32": (4, 8, 32, 32)})
     return cases

@@ -8,12 +8,12 @@ import argparse
 import json
 import platform
 from functools import partial
-from importlib import metadata
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from compiled_dsa.benchmark.timing import DISTRIBUTIONS, version
 from compiled_dsa.custom_ops import OPS, Op
 from compiled_dsa.custom_ops.layout import FP8, index_pool_shape, latent_pool_shape
 from compiled_dsa.custom_ops.providers import ELSEWHERE
@@ -24,7 +24,6 @@ T, H, N, V, L, R = 1, 128, 128, 128, 512, 64
 HI, D, K, P = 64, 128, 2048, 1
 SCRATCH_BYTES = 1 << 20
 POOL_DTYPES = {"bf16": torch.bfloat16, "fp8": FP8}
-DISTRIBUTIONS = ("torch", "triton", "transformers", "sgl-deep-gemm", "sgl-flash-mla", "flashinfer-python")
 
 
 def sample_arguments(op: str, pool_dtype: torch.dtype, device: torch.device) -> tuple:
@@ -59,13 +58,6 @@ def serving(op: Op, args: tuple, device: torch.device) -> tuple[str | None, dict
     reasons = {name: op.refusal(name, *args) for name in op.names()}
     chosen = next((name for name in op.candidates(device) if reasons[name] is None), None)
     return chosen, {name: reason for name, reason in reasons.items() if name != chosen}
-
-
-def version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def overview() -> dict:

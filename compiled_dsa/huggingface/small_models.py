@@ -26,6 +26,16 @@ SMALL = {
     "index_topk": 64,
 }
 
+SMALL_MLP = {  # true attention sizes, and little else
+    "vocab_size": 1024,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
 
 def model_config(name: str, num_layers: int, **sizes):
     """A config of ``name`` with ``num_layers`` layers; sizes not given keep the model's own defaults."""
