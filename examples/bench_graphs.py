@@ -24,6 +24,7 @@ from served_model import ServedModel
 from compiled_dsa import Batch, PagePool, compile_model
 from compiled_dsa.batch import DECODE, PREFILL
 from compiled_dsa.benchmark.timing import device_us, host_us, provenance, timed
+from compiled_dsa.benchmark.timing import keep as write_record
 from compiled_dsa.compile import CompiledForward
 from compiled_dsa.custom_ops.layout import FP8, PAGE
 from compiled_dsa.graphs.buckets import Buckets
@@ -268,11 +269,13 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU")
     figures: dict = {"case": f"graphs of {args.layers} layers of {args.model}", **provenance(args.commit)}
+    path = Path(args.json) if args.json else None
+    if path is not None and path.exists():  # other parts of the same commit stay
+        figures = {k: v for r in json.loads(path.read_text()) if _same(r, figures) for k, v in r.items()} | figures
 
     def keep(name: str, value) -> None:  # written at once: a run that is stopped loses nothing
         figures[name] = value
-        if args.json:
-            Path(args.json).write_text(json.dumps([figures], indent=1) + "\n")
+        write_record(path, figures)
 
     with torch.inference_mode():
         model, pool = served(args, args.layers, **SMALL_MLP)
@@ -305,6 +308,10 @@ def main() -> int:
     if equality:
         console.print(f"equality broken or compiled after the warm-up: {', '.join(wrong) or 'nowhere'}")
     return 1 if wrong else 0
+
+
+def _same(record: dict, other: dict) -> bool:
+    return all(record[key] == other[key] for key in ("case", "commit"))
 
 
 def table(times: dict) -> Table:
