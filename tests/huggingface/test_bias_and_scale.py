@@ -8,18 +8,7 @@ import torch
 from torch import nn
 
 from compiled_dsa.huggingface import replace_attention
-from tests.huggingface.tiny_models import MODEL_TYPES, Pair, prompt, tiny_model
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 40.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "original_max_position_embeddings": 64,
-}
+from tests.huggingface.tiny_models import MODEL_TYPES, YARN, Pair, prompt, tiny_model
 
 
 @pytest.mark.parametrize("cache", ["paged", "dynamic"])

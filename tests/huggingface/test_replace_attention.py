@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from compiled_dsa import Indexer, SparseAttention, huggingface
 from compiled_dsa.huggingface import PagedCache, replace_attention
-from tests.huggingface.tiny_models import CACHES, Pair, left_padding, needs, prompt, tiny_config, tiny_model
+from tests.huggingface.tiny_models import CACHES, YARN, Pair, left_padding, needs, prompt, tiny_config, tiny_model
 
 
 def stock_attentions(model) -> list[torch.nn.Module]:
@@ -228,17 +228,7 @@ def test_odd_sizes():
 
 
 def test_yarn():
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 40.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "original_max_position_embeddings": 64,
-    }
-    stock = tiny_model("deepseek_v32", rope_parameters=rope)
+    stock = tiny_model("deepseek_v32", rope_parameters=YARN)
     ours = replace_attention(copy.deepcopy(stock))
     with torch.no_grad():
         want = stock(prompt(2, 100)).logits

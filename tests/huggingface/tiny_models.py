@@ -24,6 +24,17 @@ WINDOW = 10
 VOCABULARY = 128
 CACHES = ("paged", "dynamic", "static", "none")
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 64,
+}
+
 
 def tiny_config(model_type: str, **changes):
     """Config of a model of 3 layers (the first with a dense MLP); where selections are shared, the second layer takes
