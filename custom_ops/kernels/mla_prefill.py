@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_dsa.custom_ops.kernels import sparse_mla
+from compiled_dsa.custom_ops.kernels import sparse_mla, sparse_mla_hopper
 from compiled_dsa.custom_ops.kernels.common import (
     multiprocessors,
     refuses_device,
@@ -19,8 +19,6 @@ from compiled_dsa.custom_ops.kernels.common import (
 )
 from compiled_dsa.custom_ops.layout import LATENT_GROUP, PAGE, latent_pool_shape, split_latent_pool
 from compiled_dsa.custom_ops.mla_prefill import row_scratch_bytes
-
-GLUON_CAPABILITY = (9, 0)  # wgmma is Hopper's alone
 
 # Dequantising costs at most 0.6 ns a token of the pool; the Gluon kernel then saves 0.6 ns (64 heads) to 1.3 ns (128
 # heads) a lane of the selection (H200, 4096 rows, K = 2048). Rows may have fewer lanes than their ids have columns.
@@ -53,13 +51,7 @@ def refuses_gluon(q_rope: Tensor, pool: Tensor, L: int, scale: float) -> str | N
         return f"scale={scale} is not above 0"
     if pool.data_ptr() % 16:
         return "the pool is not aligned to 16 bytes"
-    if pool.device.type != "cuda" or torch.cuda.get_device_capability(pool.device) != GLUON_CAPABILITY:
-        return f"needs a CUDA device of compute capability {GLUON_CAPABILITY}"
-    try:
-        from compiled_dsa.custom_ops.kernels import sparse_mla_gluon  # noqa: F401
-    except ImportError as error:
-        return f"cannot be imported: {error}"
-    return None
+    return sparse_mla_hopper.refuses_machine(pool)
 
 
 def dequantised_bytes(pool: Tensor, L: int, R: int) -> int:

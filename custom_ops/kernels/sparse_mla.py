@@ -1,7 +1,8 @@
-"""sparse_mla in Triton: one kernel for decode and prefill, flash attention over gathered latents.
+"""sparse_mla in Triton: flash attention over gathered latents, for decode and prefill.
 
 A program serves one row, a block of heads and a split of the row's keys; it runs up to the row's own count, so short
-rows cost little. Where rows are few, the keys of a row are split over programs and a second kernel combines them.
+rows cost little. Where rows are few, the keys of a row are split over programs and a second kernel combines them. On
+Hopper, decode steps are the Gluon kernels' where their shapes fit (sparse_mla_hopper); the kernel here does the rest.
 
 Legend: T rows, H heads, L latent dim, R rope dim, K lanes of the selection, S splits.
 """
@@ -12,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_dsa.custom_ops.kernels import sparse_mla_hopper
 from compiled_dsa.custom_ops.kernels.common import (
     dot_precision,
     multiprocessors,
@@ -20,6 +22,7 @@ from compiled_dsa.custom_ops.kernels.common import (
     refuses_dtype,
     refuses_strides,
 )
+from compiled_dsa.custom_ops.kernels.sparse_mla_combine import combine, empty_parts, finite
 from compiled_dsa.custom_ops.layout import LATENT_GROUP, PAGE, split_latent_pool
 
 _PAGE = tl.constexpr(PAGE)
@@ -45,12 +48,6 @@ def refuses(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, 
             out=out,
         )
     )
-
-
-@triton.jit
-def _finite(maximum):
-    """The value to subtract before exponentiating: 0 where nothing was seen, so that exp2(-inf - x) is 0, not NaN."""
-    return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
@@ -163,8 +160,8 @@ def _attend(
             scores = tl.dot(qr, tl.trans(k.to(dtype)), acc=scores, input_precision=PRECISION)
         scores = tl.where(there[None, :], scores * (scale * _LOG2E), float("-inf"))
         new = tl.maximum(maximum, tl.max(scores, axis=1))
-        p = tl.exp2(scores - _finite(new)[:, None])
-        shrink = tl.exp2(maximum - _finite(new))
+        p = tl.exp2(scores - finite(new)[:, None])
+        shrink = tl.exp2(maximum - finite(new))
         total = total * shrink + tl.sum(p, axis=1)
         acc = tl.dot(p.to(dtype), c, acc=acc * shrink[:, None], input_precision=PRECISION)
         maximum = new
@@ -174,58 +171,12 @@ def _attend(
     if SINKS:
         sink = tl.load(sinks + head, mask=head < heads, other=float("-inf")) * _LOG2E
         new = tl.maximum(maximum, sink)
-        shrink = tl.exp2(maximum - _finite(new))
-        total = total * shrink + tl.exp2(sink - _finite(new))
+        shrink = tl.exp2(maximum - finite(new))
+        total = total * shrink + tl.exp2(sink - finite(new))
         acc = acc * shrink[:, None]
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     where = out + split.to(tl.int64) * out_split + row * out_row + head[:, None] * out_head + column[None, :]
     tl.store(where, acc.to(out.dtype.element_ty), mask=is_head & is_column)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _combine(
-    parts,  # [S, T, H, L]
-    parts_lse,  # [S, T, H]
-    sinks,
-    out,  # [T, H, L]
-    lse,  # [T, H]
-    heads,
-    splits,
-    parts_split,
-    lse_split,
-    out_row,
-    out_head,
-    lse_row,
-    lse_head,
-    L: tl.constexpr,
-    L_PADDED: tl.constexpr,
-    S_PADDED: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    """One program a row and head: the splits weighted by exp of their log-sum-exp."""
-    pid = tl.program_id(0).to(tl.int64)
-    row = pid // heads
-    head = pid % heads
-    split = tl.arange(0, S_PADDED).to(tl.int64)
-    column = tl.arange(0, L_PADDED)
-    each = tl.load(parts_lse + split * lse_split + pid, mask=split < splits, other=float("-inf"))
-    some = each != float("-inf")
-    maximum = tl.max(each, axis=0)
-    weight = tl.exp2((each - _finite(maximum)) * _LOG2E)
-    total = tl.sum(weight, axis=0)
-    where = parts + split[:, None] * parts_split + pid * L + column[None, :]
-    o = tl.load(where, mask=some[:, None] & (column < L)[None, :], other=0.0)
-    o = tl.sum(o * weight[:, None], axis=0)
-    log_sum = tl.where(total == 0.0, float("-inf"), maximum + tl.log(total))
-    tl.store(lse + row * lse_row + head * lse_head, log_sum)
-    if SINKS:
-        sink = tl.load(sinks + head)
-        new = tl.maximum(maximum, sink)
-        shrink = tl.exp2((maximum - _finite(new)) * _LOG2E)
-        total = total * shrink + tl.exp2((sink - _finite(new)) * _LOG2E)
-        o = o * shrink
-    o = o / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + row * out_row + head * out_head + column, o.to(out.dtype.element_ty), mask=column < L)
 
 
 class Tiling(NamedTuple):
@@ -268,8 +219,7 @@ def launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, s
     L_padded = max(16, triton.next_power_of_2(L))
     parts, parts_lse = out, lse
     if tile.splits > 1:
-        parts = torch.empty(tile.splits, T, H, L, dtype=torch.float32, device=out.device)
-        parts_lse = torch.empty(tile.splits, T, H, dtype=torch.float32, device=out.device)
+        parts, parts_lse = empty_parts(tile.splits, out, torch.float32)
     has_sinks = sinks is not None
     _attend[(T * triton.cdiv(H, tile.heads), tile.splits)](
         q_latent,
@@ -318,30 +268,15 @@ def launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, s
         num_stages=tile.stages,
     )
     if tile.splits > 1:
-        _combine[(T * H,)](
-            parts,
-            parts_lse,
-            sinks if has_sinks else lse,
-            out,
-            lse,
-            H,
-            tile.splits,
-            parts.stride(0),
-            parts_lse.stride(0),
-            out.stride(0),
-            out.stride(1),
-            lse.stride(0),
-            lse.stride(1),
-            L=L,
-            L_PADDED=L_padded,
-            S_PADDED=triton.next_power_of_2(tile.splits),
-            SINKS=has_sinks,
-        )
+        combine(parts, parts_lse, sinks, out, lse)
 
 
 def run(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse) -> None:
     T, H, L = q_latent.shape
     if T == 0:
+        return
+    if sparse_mla_hopper.refuses(q_latent, q_rope, pool, scale, out) is None:
+        sparse_mla_hopper.run(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse)
         return
     width = page_table.shape[1] * PAGE if topk is None else topk.shape[1]
     tile = tiling(T, H, L, width, q_latent.dtype, q_latent.device)

@@ -1,6 +1,7 @@
 """The producer of sparse_mla_gluon, which gathers latents into shared memory, and what it shares with the consumers.
 
-Legend: T rows, H heads, K lanes of the selection, B requests. A tile is one row and 64 of its heads.
+Legend: T rows, H heads, K lanes of the selection, B requests, S splits of a row. A tile is 64 heads of one split of
+one row. Pools of fp8 have a producer of their own, sparse_mla_dequantise.
 """
 
 from typing import NamedTuple
@@ -22,6 +23,7 @@ NONE = gl.constexpr(float("-inf"))
 
 # A thread copies 16 bytes of 4 keys, 64 columns apart.
 GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+GATHER_ROWS = gl.constexpr(gl.SliceLayout(1, GATHER))
 
 # Triton 3.9 has renamed them.
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -29,13 +31,18 @@ _tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 
 
 class Buffers(NamedTuple):
-    """Shared memory, 226 of 227 KiB. The first dim of those of two is the stage: block modulo 2."""
+    """Shared memory, 226 of 227 KiB. The first dim of those of two is the stage: block modulo 2.
 
-    q_left: gl.shared_memory_descriptor  # bf16 [1, 64, 256]; holds the output of the left half at the end of a tile
+    Queries of rope lie in registers where a pool is bf16. Where it is fp8 the producer needs these, to hold codes: they
+    take the place of a stage of k_rope, whose only other stage is then free as soon as its block is scored.
+    """
+
+    q_left: gl.shared_memory_descriptor  # bf16 [1, 1, 64, 256]; holds the output of the left half at the end of a tile
     q_right: gl.shared_memory_descriptor
+    q_rope: gl.shared_memory_descriptor | None  # bf16 [1, 1, 64, 64]
     k_left: gl.shared_memory_descriptor  # bf16 [2, 64, 256]
     k_right: gl.shared_memory_descriptor
-    k_rope: gl.shared_memory_descriptor  # bf16 [2, 64, 64]
+    k_rope: gl.shared_memory_descriptor  # bf16 [2, 64, 64]; [1, 64, 64] of an fp8 pool
     bound: gl.shared_memory_descriptor  # fp32 [2, 64]: scores are cut to it, -inf for a lane without token, else inf
     weights: gl.shared_memory_descriptor  # bf16 [2, 64, 64]
     shrink: gl.shared_memory_descriptor  # fp32 [2, 64]: factor of everything summed before the block
@@ -54,10 +61,12 @@ class Barriers(NamedTuple):
     q_empty: gl.shared_memory_descriptor
     total_full: gl.shared_memory_descriptor
     left_full: gl.shared_memory_descriptor
-    right_full: gl.shared_memory_descriptor  # also of k_rope and bound
+    right_full: gl.shared_memory_descriptor  # also of k_rope and bound of a bf16 pool
     left_empty: gl.shared_memory_descriptor
     right_empty: gl.shared_memory_descriptor
     weights_full: gl.shared_memory_descriptor  # also of shrink and maximum
+    rope_full: gl.shared_memory_descriptor | None  # of the one stage of k_rope of an fp8 pool, and of bound
+    rope_empty: gl.shared_memory_descriptor | None
 
 
 class Rows(NamedTuple):
@@ -69,34 +78,42 @@ class Rows(NamedTuple):
     count: gl.tensor  # int32 [T]
     req_of_row: gl.tensor  # int32 [T], read when PAGED
     pages: gl.tensor  # of the pool
+    number: gl.tensor  # T
+    splits: gl.tensor  # S
+    head_blocks: gl.tensor
 
 
 @gluon.jit
-def row_of_tile(rows, tile, head_blocks, PAGED: gl.constexpr):
-    """(valid lanes, offset of the ids) of the row of a tile."""
-    row = tile // head_blocks
+def place_of_tile(rows, tile):
+    """(row, split, first head) of a tile. The head blocks of a split are neighbours: they read the same latents."""
+    part = tile // rows.head_blocks
+    return part // rows.splits, part % rows.splits, tile % rows.head_blocks * TILE_HEADS
+
+
+@gluon.jit
+def lanes_of_tile(rows, tile, PAGED: gl.constexpr, STEP: gl.constexpr):
+    """(valid lanes, offset of their ids) of a tile. The splits of a row share its own valid lanes, in steps of STEP."""
+    row, split, _head = place_of_tile(rows, tile)
     n = gl.minimum(gl.load(rows.count + row), rows.width)
+    share = ((n + STEP - 1) // STEP + rows.splits - 1) // rows.splits * STEP
+    begin = split * share
+    n = gl.minimum(n - begin, share)
     if PAGED:
         row = gl.load(rows.req_of_row + row)
-    return n, row.to(gl.int64) * rows.stride
+        begin = begin // KEYS
+    return n, row.to(gl.int64) * rows.stride + begin
 
 
 @gluon.jit
-def corner(tile, head_blocks):
-    """Where a tile begins in queries and outputs that lie head by head, [H, T*512]."""
-    return tile % head_blocks * TILE_HEADS, tile // head_blocks * LATENT
+def steps_of(n, STEP: gl.constexpr):
+    """Steps of a tile. One with nothing to attend takes one, of zeros: roles then need no special case."""
+    return gl.maximum((n + STEP - 1) // STEP, 1)
 
 
 @gluon.jit
-def steps_of(n):
-    """Pairs of blocks of a row. A row with nothing to attend takes one, of zeros: roles then need no special case."""
-    return gl.maximum((n + 2 * KEYS - 1) // (2 * KEYS), 1)
-
-
-@gluon.jit
-def _slots(rows, offset, block, n, PAGED: gl.constexpr):
+def slots_of_block(rows, offset, block, n, PAGED: gl.constexpr, LAYOUT: gl.constexpr):
     """int32 [64] slots of a block of lanes, -1 for those past ``n`` and for ids outside the pool."""
-    lane = gl.arange(0, KEYS, layout=gl.SliceLayout(1, GATHER))
+    lane = gl.arange(0, KEYS, layout=LAYOUT)
     start = block * KEYS
     if PAGED:
         page = gl.load(rows.ids + offset + block, mask=start < n, other=-1)
@@ -132,40 +149,49 @@ def _gather_right(stage, phase, keys, there, bound, buffers, barriers):
 
 
 @gluon.jit
-def produce(q_desc, pool, rows, ntiles, buffers, barriers, head_blocks, PAGED: gl.constexpr):
+def fetch_queries(q_desc, q_rope_desc, rows, tile, parity, buffers, barriers):
+    """The queries follow the first blocks: until the last tile is written, they hold its output."""
+    row, _split, head = place_of_tile(rows, tile)
+    mbarrier.wait(barriers.q_empty, parity ^ 1)
+    if q_rope_desc is None:
+        mbarrier.expect(barriers.q_full, TILE_HEADS * LATENT * 2)
+    else:
+        mbarrier.expect(barriers.q_full, TILE_HEADS * (LATENT + ROPE) * 2)
+        _tma_load(q_rope_desc, [row, head, 0], barriers.q_full, buffers.q_rope.index(0))
+    _tma_load(q_desc, [row, head, 0], barriers.q_full, buffers.q_left.index(0))
+    _tma_load(q_desc, [row, head, HALF], barriers.q_full, buffers.q_right.index(0))
+
+
+@gluon.jit
+def produce(q_desc, pool, rows, ntiles, buffers, barriers, PAGED: gl.constexpr, SIDES: gl.constexpr):
+    STEP: gl.constexpr = SIDES * KEYS
     first = gl.program_id(0)
     hop = gl.num_programs(0)
-    n, offset = row_of_tile(rows, first, head_blocks, PAGED)
-    slots = _slots(rows, offset, 0, n, PAGED)
+    n, offset = lanes_of_tile(rows, first, PAGED, STEP)
+    slots = slots_of_block(rows, offset, 0, n, PAGED, GATHER_ROWS)
     phase = 1
     parity = 0
     for tile in range(first, ntiles, hop):
-        next_n, next_offset = row_of_tile(rows, gl.minimum(tile + hop, ntiles - 1), head_blocks, PAGED)
-        steps = steps_of(n)
+        next_n, next_offset = lanes_of_tile(rows, gl.minimum(tile + hop, ntiles - 1), PAGED, STEP)
+        steps = steps_of(n, STEP)
         for step in range(steps):
-            for side in gl.static_range(2):
+            for side in gl.static_range(SIDES):
                 there = slots >= 0
                 keys = pool + gl.expand_dims(gl.where(there, slots, 0).to(gl.int64) * (LATENT + ROPE), 1)
                 bound = gl.where(there, float("inf"), NONE)
                 there = gl.expand_dims(there, 1)
                 # ids are read a block ahead, also across tiles
-                if side == 0:
-                    slots = _slots(rows, offset, 2 * step + 1, n, PAGED)
-                    _gather_left(0, phase, keys, there, buffers, barriers)
-                    _gather_right(0, phase, keys, there, bound, buffers, barriers)
+                if side + 1 < SIDES:
+                    slots = slots_of_block(rows, offset, 2 * step + 1, n, PAGED, GATHER_ROWS)
                 else:
                     last = step == steps - 1
-                    ahead = gl.where(last, 0, 2 * step + 2)
-                    slots = _slots(rows, gl.where(last, next_offset, offset), ahead, gl.where(last, next_n, n), PAGED)
-                    _gather_left(1, phase, keys, there, buffers, barriers)
-                    _gather_right(1, phase, keys, there, bound, buffers, barriers)
-            # the queries follow the first two blocks: until the last tile is written, they hold its output
+                    ahead = gl.where(last, 0, SIDES * (step + 1))
+                    ids = gl.where(last, next_offset, offset)
+                    slots = slots_of_block(rows, ids, ahead, gl.where(last, next_n, n), PAGED, GATHER_ROWS)
+                _gather_left(side, phase, keys, there, buffers, barriers)
+                _gather_right(side, phase, keys, there, bound, buffers, barriers)
             if step == 0:
-                mbarrier.wait(barriers.q_empty, parity ^ 1)
-                mbarrier.expect(barriers.q_full, TILE_HEADS * LATENT * 2)
-                head, column = corner(tile, head_blocks)
-                _tma_load(q_desc, [head, column], barriers.q_full, buffers.q_left.index(0))
-                _tma_load(q_desc, [head, column + HALF], barriers.q_full, buffers.q_right.index(0))
+                fetch_queries(q_desc, None, rows, tile, parity, buffers, barriers)
             phase ^= 1
         n = next_n
         offset = next_offset

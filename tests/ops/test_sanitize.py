@@ -82,7 +82,7 @@ def selection(pages: int, paged: bool) -> tuple:
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize(("H", "sinks"), [(9, True), (64, False)])
 def test_attention(pool_dtype, paged, H, sinks):
-    """64 heads in bf16 are the Gluon kernel's on Hopper, also over an fp8 pool that is small beside the selection."""
+    """On Hopper all of these are Gluon kernels', cut into splits of a block, but the prefill of 9 heads."""
     pool = random_latent_pool(6, 512, 64, pool_dtype, "cuda")
     args = (pool, *selection(6, paged))
     sink = random(H, dtype=torch.float32) if sinks else None
@@ -92,6 +92,23 @@ def test_attention(pool_dtype, paged, H, sinks):
     kv_b, values = random(H, 72, 512) * 0.05, random(T, H, 40)
     ops.mla_prefill(random(T, H, 32), random(T, H, 64), *args, kv_b, 0.05, sink, values, 1 << 24, provider="triton")
     assert values.isfinite().all()
+
+
+@pytest.mark.parametrize("pool_dtype", [FP8, torch.bfloat16])
+@pytest.mark.parametrize("H", [9, 64])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_attention_in_steps_of_two_blocks(pool_dtype, H, splits):
+    """The Gluon kernels as longer selections have them, with more tiles than programs."""
+    from compiled_dsa.custom_ops.kernels import sparse_mla_hopper
+
+    pool, rows = random_latent_pool(6, 512, 64, pool_dtype, "cuda"), 30 * T
+    topk, count, table, requests = (x.repeat(30, *[1] * (x.dim() - 1)) for x in selection(6, False))
+    q, rope, out, lse = random(rows, H, 512), random(rows, H, 64), random(rows, H, 512), torch.zeros(rows, H).cuda()
+    if reason := sparse_mla_hopper.refuses(q, rope, pool, 0.05, out):
+        pytest.skip(reason)
+    args = (q, rope, pool, topk, count, table[:2], requests, 0.05, random(H, dtype=torch.float32), out, lse)
+    sparse_mla_hopper.launch(*args, sparse_mla_hopper.Cut(splits, 2))
+    assert out.isfinite().all()
 
 
 def test_fp8_pool_dequantised_whole():

@@ -1,0 +1,321 @@
+"""Absorbed sparse attention of up to 32 heads over an fp8 pool on Hopper, in Gluon: L = 512, R = 64.
+
+wgmma has 64 rows or none, so the kernel of more heads pads. Here the operands are swapped: 64 keys, then 64 latents,
+are the rows, and the heads are columns: scores^T = K Q^T, out^T = V^T weights^T. A block of 64 keys then costs what
+reading it from shared memory twice costs, 1100 cycles instead of 2200, and sums and scores take so few registers that
+two producers can hold 5 items of a block: the reads of the pool bound this one.
+
+One consumer, and two producers (sparse_mla_dequantise): of the left half, and of the right half and rope. Shared
+memory, barriers and splits are those of sparse_mla_gluon.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from compiled_dsa.custom_ops.kernels.common import multiprocessors
+from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, produce_dequantised
+from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
+    HALF,
+    KEYS,
+    LATENT,
+    NONE,
+    ROPE,
+    L,
+    R,
+    Rows,
+    lanes_of_tile,
+    place_of_tile,
+    steps_of,
+)
+from compiled_dsa.custom_ops.layout import PAGE
+
+MAX_HEADS = 32
+
+_LOG2E = gl.constexpr(1.4426950408889634)
+_LN2 = gl.constexpr(0.6931471805599453)
+_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+_QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
+_VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+# Of 504 registers of three threads; the consumer has what two producers leave.
+_PRODUCER_REGISTERS = gl.constexpr(128)
+
+_tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
+class _Buffers(NamedTuple):
+    """Shared memory, as sparse_mla_gather.Buffers; N heads, 16 or 32."""
+
+    q_left: gl.shared_memory_descriptor  # bf16 [1, 1, N, 256]; holds the output of the left half at the end of a tile
+    q_right: gl.shared_memory_descriptor
+    q_rope: gl.shared_memory_descriptor  # bf16 [1, 1, N, 64]
+    k_left: gl.shared_memory_descriptor  # bf16 [2, 64, 256]
+    k_right: gl.shared_memory_descriptor
+    k_rope: gl.shared_memory_descriptor  # bf16 [1, 64, 64]
+    bound: gl.shared_memory_descriptor  # fp32 [2, 64]
+    weights: gl.shared_memory_descriptor  # bf16 [1, N, 64]
+
+
+class _Barriers(NamedTuple):
+    """As sparse_mla_gather.Barriers."""
+
+    q_full: gl.shared_memory_descriptor
+    left_full: gl.shared_memory_descriptor
+    right_full: gl.shared_memory_descriptor
+    left_empty: gl.shared_memory_descriptor
+    right_empty: gl.shared_memory_descriptor
+    rope_full: gl.shared_memory_descriptor
+    rope_empty: gl.shared_memory_descriptor
+
+
+class _Outputs(NamedTuple):
+    H: gl.tensor
+    o_desc: tma.tensor_descriptor  # bf16 [S T, H, 512]
+    sinks: gl.tensor | None  # fp32 [H]
+    lse: gl.tensor  # fp32 [S T, H]
+    lse_row: gl.tensor  # stride
+    lse_head: gl.tensor
+
+
+@gluon.jit
+def _finite(maximum):
+    """The value to subtract before exponentiating: 0 where nothing was seen, so that exp2(-inf - x) is 0, not NaN."""
+    return gl.where(maximum == NONE, 0.0, maximum)
+
+
+@gluon.jit
+def _flat(queries, varying):
+    """[N, columns] of a buffer of queries, which the copy engine fills in three dims."""
+    tile = queries.index(varying)
+    return tile.reshape([tile.shape[1], tile.shape[2]])
+
+
+@gluon.jit
+def _block(
+    left, right, total, maximum, step, rope_phase, buffers, barriers, unit, zero, SIDE: gl.constexpr, S: gl.constexpr
+):
+    """Scores a block and adds it to the sums [256, N] of the left and right latents; S is the layout of all products.
+
+    ``zero`` is 0 at run time: stages that seem to vary do not have their descriptors kept in registers.
+    """
+    phase = step & 1
+    varying = step * zero
+    own = varying + SIDE
+    N: gl.constexpr = buffers.weights.shape[1]
+    scores = gl.zeros([KEYS, N], gl.float32, layout=S)
+    mbarrier.wait(barriers.left_full.index(SIDE), phase)
+    fence_async_shared()
+    queries = _flat(buffers.q_left, varying).permute((1, 0))
+    scores = warpgroup_mma(buffers.k_left.index(own), queries, scores, use_acc=False, is_async=True)
+    mbarrier.wait(barriers.right_full.index(SIDE), phase)
+    fence_async_shared()
+    queries = _flat(buffers.q_right, varying).permute((1, 0))
+    scores = warpgroup_mma(buffers.k_right.index(own), queries, scores, is_async=True)
+    mbarrier.wait(barriers.rope_full, rope_phase)
+    fence_async_shared()
+    queries = _flat(buffers.q_rope, varying).permute((1, 0))
+    scores = warpgroup_mma(buffers.k_rope.index(varying), queries, scores, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(barriers.rope_empty, count=1)
+    # a stage's next bound comes behind latents that wait for it to be free
+    bound = buffers.bound.index(SIDE).load(gl.SliceLayout(1, S))
+    # the smaller of NaN and -inf is -inf: lanes without token weigh nothing whatever the query of a padding row holds
+    scores = gl.minimum(scores, gl.expand_dims(bound, 1))
+    new = gl.maximum(maximum, gl.max(scores, axis=0) * unit)
+    finite = _finite(new)
+    shrink = gl.expand_dims(gl.exp2(maximum - finite), 0)
+    p = gl.exp2(scores * unit - gl.expand_dims(finite, 0))
+    weights = buffers.weights.index(varying).permute((1, 0))
+    weights.store(p.to(gl.bfloat16))
+    fence_async_shared()
+    left = warpgroup_mma(buffers.k_left.index(own).permute((1, 0)), weights, left * shrink, is_async=True)
+    right = warpgroup_mma(buffers.k_right.index(own).permute((1, 0)), weights, right * shrink, is_async=True)
+    total = total * shrink + p
+    left, right = warpgroup_mma_wait(0, deps=[left, right])
+    mbarrier.arrive(barriers.left_empty.index(SIDE), count=1)
+    mbarrier.arrive(barriers.right_empty.index(SIDE), count=1)
+    return left, right, total, new
+
+
+@gluon.jit
+def _consume(q_desc, q_rope_desc, outputs, rows, ntiles, unit, zero, buffers, barriers, SIDES: gl.constexpr):
+    N: gl.constexpr = buffers.weights.shape[1]
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    STEP: gl.constexpr = SIDES * KEYS
+    begin = 0
+    parity = 0
+    for tile in range(gl.program_id(0), ntiles, gl.num_programs(0)):
+        row, split, _head = place_of_tile(rows, tile)
+        part = split * rows.number + row
+        mbarrier.expect(barriers.q_full, N * (LATENT + ROPE) * 2)
+        _tma_load(q_desc, [row, 0, 0], barriers.q_full, buffers.q_left.index(0))
+        _tma_load(q_desc, [row, 0, HALF], barriers.q_full, buffers.q_right.index(0))
+        _tma_load(q_rope_desc, [row, 0, 0], barriers.q_full, buffers.q_rope.index(0))
+        n, _offset = lanes_of_tile(rows, tile, False, STEP)
+        left = gl.zeros([HALF, N], gl.float32, layout=S)
+        right = gl.zeros([HALF, N], gl.float32, layout=S)
+        total = gl.zeros([KEYS, N], gl.float32, layout=S)
+        maximum = gl.full([N], NONE, gl.float32, layout=gl.SliceLayout(0, S))
+        mbarrier.wait(barriers.q_full, parity)
+        steps = steps_of(n, STEP)
+        # begin must not stand in the range: Triton 3.6 takes what only bounds an inner loop for dead, and keeps it at 0
+        for i in range(steps):
+            step = begin + i
+            if SIDES == 1:
+                left, right, total, maximum = _block(
+                    left, right, total, maximum, step, step & 1, buffers, barriers, unit, zero, 0, S
+                )
+            else:
+                left, right, total, maximum = _block(
+                    left, right, total, maximum, step, 0, buffers, barriers, unit, zero, 0, S
+                )
+                left, right, total, maximum = _block(
+                    left, right, total, maximum, step, 1, buffers, barriers, unit, zero, 1, S
+                )
+        begin += steps
+        total = gl.sum(total, axis=0)
+        head = gl.arange(0, N, layout=gl.SliceLayout(0, S))
+        log_sum = gl.where(total == 0.0, NONE, (maximum + gl.log2(total)) * _LN2)
+        where = outputs.lse + part.to(gl.int64) * outputs.lse_row + head * outputs.lse_head
+        gl.store(where, log_sum, mask=head < outputs.H)
+        factor = gl.full([N], LIFT, gl.float32, layout=gl.SliceLayout(0, S))
+        if outputs.sinks is not None:
+            sink = gl.load(outputs.sinks + head, mask=head < outputs.H, other=NONE) * _LOG2E
+            top = _finite(gl.maximum(maximum, sink))
+            shrink = gl.exp2(maximum - top)
+            factor = factor * shrink
+            total = total * shrink + gl.exp2(sink - top)
+        factor = gl.expand_dims(factor / gl.where(total == 0.0, 1.0, total), 0)
+        # the queries were read by the last scores, so the output may take their place
+        _flat(buffers.q_left, 0).permute((1, 0)).store((left * factor).to(gl.bfloat16))
+        _flat(buffers.q_right, 0).permute((1, 0)).store((right * factor).to(gl.bfloat16))
+        fence_async_shared()
+        _tma_store(outputs.o_desc, [part, 0, 0], buffers.q_left.index(0))
+        _tma_store(outputs.o_desc, [part, 0, HALF], buffers.q_right.index(0))
+        tma.store_wait(0)
+        parity ^= 1
+
+
+@gluon.jit(do_not_specialize=["lse_row", "lse_head", "width", "pages", "number", "splits", "H", "ntiles", "zero"])
+def _attend(
+    q_desc,  # bf16 [T, H, 512]
+    q_rope_desc,  # bf16 [T, H, 64]
+    o_desc,  # bf16 [S T, H, 512]
+    pool,  # uint8 [P, 64, 656] as int32
+    ids,  # int32 [T, K] slots, or [B, maxP] page table when PAGED
+    count,
+    req_of_row,
+    sinks,  # fp32 [H] or None
+    lse,  # fp32 [S T, H]
+    scale,
+    ids_row,
+    lse_row,
+    lse_head,
+    width,
+    pages,
+    number,
+    splits,
+    H,
+    ntiles,
+    zero,
+    N: gl.constexpr,
+    PAGED: gl.constexpr,
+    SIDES: gl.constexpr,
+    EARLY: gl.constexpr,
+):
+    if EARLY:
+        gdc_launch_dependents()  # the programs that combine start and wait
+    buffers = _Buffers(
+        q_left=gl.allocate_shared_memory(gl.bfloat16, [1, 1, N, HALF], _QUERIES),
+        q_right=gl.allocate_shared_memory(gl.bfloat16, [1, 1, N, HALF], _QUERIES),
+        q_rope=gl.allocate_shared_memory(gl.bfloat16, [1, 1, N, ROPE], _QUERIES),
+        k_left=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, HALF], _TILE),
+        k_right=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, HALF], _TILE),
+        k_rope=gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, ROPE], _TILE),
+        bound=gl.allocate_shared_memory(gl.float32, [2, KEYS], _VECTOR),
+        weights=gl.allocate_shared_memory(gl.bfloat16, [1, N, KEYS], _TILE),
+    )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    barriers = _Barriers(
+        q_full=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        left_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        right_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        left_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        right_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        rope_full=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        rope_empty=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+    )
+    mbarrier.init(barriers.q_full, count=1)
+    mbarrier.init(barriers.rope_full, count=1)
+    mbarrier.init(barriers.rope_empty, count=1)
+    for stage in gl.static_range(2):
+        mbarrier.init(barriers.left_full.index(stage), count=1)
+        mbarrier.init(barriers.right_full.index(stage), count=1)
+        mbarrier.init(barriers.left_empty.index(stage), count=1)
+        mbarrier.init(barriers.right_empty.index(stage), count=1)
+    fence_async_shared()
+    rows = Rows(ids, ids_row, width, count, req_of_row, pages, number, splits, 1)
+    outputs = _Outputs(H, o_desc, sinks, lse, lse_row, lse_head)
+    unit = scale * _LOG2E * LIFT
+    gl.warp_specialize(
+        [
+            (_consume, (q_desc, q_rope_desc, outputs, rows, ntiles, unit, zero, buffers, barriers, SIDES)),
+            (produce_dequantised, (None, None, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 0, 2)),
+            (produce_dequantised, (None, None, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 2, 3)),
+        ],
+        [4, 4],
+        [_PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
+    )
+
+
+def launch(
+    q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse: Tensor, sides: int = 2
+) -> None:
+    """As ``sparse_mla_gluon.launch``, of an fp8 pool and at most 32 heads; ``out`` is bf16."""
+    T, H, _ = q_latent.shape
+    heads = 16 if H <= 16 else MAX_HEADS
+    splits = out.shape[0] if out.dim() == 4 else 1
+    out = out.flatten(0, -3)
+    ids = page_table if topk is None else topk
+    layout = gl.NVMMASharedLayout(128, 16, rank=3)
+    tiles = T * splits
+    _attend[(min(multiprocessors(pool.device), tiles),)](
+        TensorDescriptor.from_tensor(q_latent, [1, heads, L // 2], layout),
+        TensorDescriptor.from_tensor(q_rope, [1, heads, R], layout),
+        TensorDescriptor.from_tensor(out, [1, heads, L // 2], layout),
+        pool.view(torch.int32),
+        ids,
+        count,
+        req_of_row,
+        sinks,
+        lse,
+        scale,
+        ids.stride(0),
+        *lse.stride()[-2:],
+        ids.shape[1] * (PAGE if topk is None else 1),
+        pool.shape[0],
+        T,
+        splits,
+        H,
+        tiles,
+        0,
+        N=heads,
+        PAGED=topk is None,
+        SIDES=sides,
+        EARLY=splits > 1,
+        num_warps=4,
+    )
