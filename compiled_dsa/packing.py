@@ -119,7 +119,10 @@ class PackedProjections(nn.Module):
         return {name: part if name == HEAD_WEIGHTS else part.to(x.dtype) for name, part in made.items()}
 
     def _is_current(self, pack: Pack) -> bool:
-        """Would calls of the projections multiply with what is packed? Compiled code guards the answer."""
+        """Would calls of the projections multiply with what is packed?
+
+        Compiled code guards the answer, except for hooks, of which torch.compile takes no notice once it has traced.
+        """
         if torch.is_grad_enabled() and any(p.requires_grad for p in pack.parameters()):
             return False
         for name, weight in pack.weights.items():

@@ -156,7 +156,7 @@ def test_compiled(model_type, backend):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_code_notices_other_parameters_and_hooks():
+def test_compiled_code_notices_other_parameters():
     pair = small_pair("deepseek_v32")
     compile_model(pair.ours, backend="aot_eager")
     cache = PagedCache(pair.config, 2, 32)
@@ -164,9 +164,6 @@ def test_compiled_code_notices_other_parameters_and_hooks():
     for model in (pair.stock, pair.ours):
         layer = model.model.layers[0].self_attn
         layer.q_a_proj.weight = nn.Parameter(layer.q_a_proj.weight.detach().roll(1, 0).clone())
-    assert_same_tokens(pair, cache)
-    for model in (pair.stock, pair.ours):
-        model.model.layers[0].self_attn.q_b_proj.register_forward_hook(lambda module, args, output: output * 1.5)
     assert_same_tokens(pair, cache)
 
 
