@@ -174,9 +174,8 @@ class SparseAttention(PackedProjections):
         c = self.dsa_config
         T, H, N = p.q_nope.shape
         kv_b = up_projection(self.kv_b_proj, N + c.v_head_dim, p.q_nope.dtype)
-        count = batch.visible if topk is None else batch.visible.clamp(max=topk.shape[1])
         sinks = local(self.sinks).float() if c.sinks else None
-        where = (latent_pool, topk, count, batch.page_table, batch.req_of_row)
+        where = (latent_pool, topk, batch.visible, batch.page_table, batch.req_of_row)  # the ops count no lane past K
         if batch.kind == DECODE:
             # absorb and un-absorb as batched GEMMs over heads; the op takes the [H, T, L] layout through strides
             q_latent = torch.bmm(p.q_nope.transpose(0, 1), kv_b[:, :N]).transpose(0, 1)  # [T, H, L]
