@@ -11,6 +11,7 @@ from compiled_dsa.compile import compile_model
 from compiled_dsa.config import DSAConfig, IndexFormat
 from compiled_dsa.graphs.warm_start import load_compiled, save_compiled
 from compiled_dsa.indexer import Indexer
+from compiled_dsa.packing import pack_projections, unpack_projections
 from compiled_dsa.pages import OutOfPagesError, PoolStats, page_keys
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "SparseAttention",
     "compile_model",
     "load_compiled",
+    "pack_projections",
     "page_keys",
     "save_compiled",
+    "unpack_projections",
 ]

@@ -16,6 +16,7 @@ from compiled_dsa.custom_ops.mla_prefill import mla_prefill
 from compiled_dsa.custom_ops.sparse_mla import sparse_mla_decode
 from compiled_dsa.custom_ops.store_latents import store_latents
 from compiled_dsa.indexer import Indexer
+from compiled_dsa.packing import GROUPS, PackedProjections, product
 from compiled_dsa.rope import SoftmaxScaling, query_factors, rotate
 from compiled_dsa.weights import dequantize_rows, local, up_projection
 
@@ -44,9 +45,10 @@ class Projections:
     latents: Tensor | None  # [T, L], after their norm; None in a layer that attends another's
     k_rope: Tensor | None  # [T, R], likewise
     gate: Tensor | None  # [T, H, V] or [T, H, 1] before the sigmoid, or None
+    made: dict[str, Tensor]  # products of packed projections by name, of which the indexer takes its own
 
 
-class SparseAttention(nn.Module):
+class SparseAttention(PackedProjections):
     """One attention layer of the DeepSeek-V3.2 family, over paged caches.
 
     Parameter names are those of Hugging Face, so its state dicts load strictly. The layer is plain torch around four
@@ -87,52 +89,72 @@ class SparseAttention(nn.Module):
         self.indexer = None if c.index_shared else Indexer(c, **kw)
 
     def project(
-        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, deinterleave: bool = False
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None = None,
+        *,
+        deinterleave: bool = False,
+        scores: bool = False,
+        fp8: bool = False,
     ) -> Projections:
         """Projections of hidden states [T, hidden].
 
-        ``positions``: int [T], read with ``query_scaling`` only. ``deinterleave``: rope values in Hugging Face's order
-        (rope.py).
+        Args:
+            positions: int [T], read with ``query_scaling`` only.
+            deinterleave: rope values in Hugging Face's order (rope.py).
+            scores: the layer's indexer will score; what it needs for that is made too where it is packed.
+            fp8: the indexer has an fp8 cache.
         """
         c = self.dsa_config
-        q, q_lora, gate = self._queries(x)
+        # without scores, the last of each group is left out
+        made = self.products("hidden", x, GROUPS["hidden"][: None if scores else -1], fp32=fp8)
+        q, q_lora, gate = self._queries(x, made, scores)
         q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_rope = self._rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1), deinterleave)
         if c.query_scaling:
             factors = query_factors(self.softmax_scaling, positions, q.dtype)
             q_nope, q_rope = q_nope * factors, q_rope * factors
         if c.kv_source is not None:
-            return Projections(q_lora, q_nope, q_rope, None, None, gate)
-        return Projections(q_lora, q_nope, q_rope, *self._latents(x, cos, sin, deinterleave), gate)
+            return Projections(q_lora, q_nope, q_rope, None, None, gate, made)
+        return Projections(q_lora, q_nope, q_rope, *self._latents(x, cos, sin, deinterleave, made), gate, made)
 
-    def _latents(self, x: Tensor, cos: Tensor, sin: Tensor, deinterleave: bool) -> tuple[Tensor, Tensor]:
+    def _latents(
+        self, x: Tensor, cos: Tensor, sin: Tensor, deinterleave: bool, made: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """What the layer caches of hidden states [T, hidden]: latents [T, L] and the keys' rope part [T, R]."""
         c = self.dsa_config
-        latents, k_rope = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        kv = product(self, "kv_a_proj_with_mqa", x, made)
+        latents, k_rope = kv.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         latents = _scaled(self.kv_a_layernorm(latents), c.latent_scale)
         if c.k_rope_norm:
             k_rope = self.k_rope_only_layernorm(k_rope)
         return latents, self._rotate(k_rope, cos, sin, deinterleave)
 
-    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Queries [T, H, N+R] before the rope, q_lora and the output gate of hidden states [T, hidden]."""
+    def _queries(self, x: Tensor, made: dict[str, Tensor], scores: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Queries [T, H, N+R] before the rope, q_lora and the output gate of hidden states [T, hidden].
+
+        ``made``: the packed products of x; gets those of q_lora.
+        """
         c = self.dsa_config
         q_lora = gate = None
         if c.q_lora_rank is None:
-            q = self.q_proj(x).unflatten(-1, (-1, c.qk_head_dim))
+            q = product(self, "q_proj", x, made).unflatten(-1, (-1, c.qk_head_dim))
         else:
-            q_compressed = self.q_a_proj(x)
+            q_compressed = product(self, "q_a_proj", x, made)
             q_lora = _scaled(self.q_a_layernorm(q_compressed), c.q_lora_scale)
             if c.output_gate == "query":
                 q_gate = self.q_gate_proj(torch.cat([q_lora, q_compressed], dim=-1))
                 q_gate = q_gate.unflatten(-1, (-1, c.qk_head_dim + c.v_head_dim))
                 q, gate = q_gate.split([c.qk_head_dim, c.v_head_dim], dim=-1)
             else:
-                q = self.q_b_proj(q_lora).unflatten(-1, (-1, c.qk_head_dim))
+                made.update(self.products("q_lora", q_lora, GROUPS["q_lora"][: None if scores else -1]))
+                q = product(self, "q_b_proj", q_lora, made).unflatten(-1, (-1, c.qk_head_dim))
         if c.output_gate == "value":
-            gate = self.gate_proj(x).unflatten(-1, (-1, c.v_head_dim))
+            gate = product(self, "gate_proj", x, made).unflatten(-1, (-1, c.v_head_dim))
         elif c.output_gate == "head":
-            gate = self.g_proj(x).unsqueeze(-1)
+            gate = product(self, "g_proj", x, made).unsqueeze(-1)
         return q, q_lora, gate
 
     def _dtype(self) -> torch.dtype:
@@ -152,9 +174,8 @@ class SparseAttention(nn.Module):
         c = self.dsa_config
         T, H, N = p.q_nope.shape
         kv_b = up_projection(self.kv_b_proj, N + c.v_head_dim, p.q_nope.dtype)
-        count = batch.visible if topk is None else batch.visible.clamp(max=topk.shape[1])
         sinks = local(self.sinks).float() if c.sinks else None
-        where = (latent_pool, topk, count, batch.page_table, batch.req_of_row)
+        where = (latent_pool, topk, batch.visible, batch.page_table, batch.req_of_row)  # the ops count no lane past K
         if batch.kind == DECODE:
             # absorb and un-absorb as batched GEMMs over heads; the op takes the [H, T, L] layout through strides
             q_latent = torch.bmm(p.q_nope.transpose(0, 1), kv_b[:, :N]).transpose(0, 1)  # [T, H, L]
@@ -176,16 +197,19 @@ class SparseAttention(nn.Module):
         What a draft layer needs of the tokens before its first: later calls see these as if ``forward`` had stored
         them. Arguments as of ``forward``.
         """
-        c = self.dsa_config
-        if c.kv_source is None:
-            store_latents(pools.latents, *self._latents(x, cos, sin, deinterleave=False), batch.slots)
+        made = self.products("hidden", x, ("kv_a_proj_with_mqa", "wk"))
+        if self.dsa_config.kv_source is None:
+            latents = self._latents(x, cos, sin, deinterleave=False, made=made)
+            store_latents(pools.latents, *latents, batch.slots)
         if self.indexer is not None:
-            self.store_index_keys(x, cos, sin, batch, pools)
+            self.store_index_keys(x, cos, sin, batch, pools, made)
 
-    def store_index_keys(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pools: LayerPools) -> None:
-        """The index keys alone, of a layer with an indexer."""
+    def store_index_keys(
+        self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pools: LayerPools, made: dict[str, Tensor]
+    ) -> None:
+        """The index keys alone, of a layer with an indexer. ``made``: as of ``Projections``."""
         fp8 = pools.index_keys.dtype == torch.uint8
-        self.indexer.store(self.indexer.make_keys(x, cos, sin, fp8=fp8), batch, pools.index_keys)
+        self.indexer.store(self.indexer.make_keys(x, cos, sin, fp8=fp8, made=made), batch, pools.index_keys)
 
     def forward(
         self,
@@ -234,7 +258,8 @@ class SparseAttention(nn.Module):
         if positions_out is not None and (self.indexer is None or selected is not None):
             raise ValueError("positions_out is given to a layer without an indexer, or along with selected")
         positions = batch.positions if positions is None else positions
-        p = self.project(x, cos, sin, positions)
+        scores = self.indexer is not None and selected is None and not batch.skip_scores
+        p = self.project(x, cos, sin, positions, scores=scores, fp8=scores and pools.index_keys.dtype == torch.uint8)
         if p.latents is not None:
             store_latents(pools.latents, p.latents, p.k_rope, batch.slots)
         if c.window is not None:
@@ -244,11 +269,11 @@ class SparseAttention(nn.Module):
             return self.attend(p, batch, pools.latents, latest), prev_topk
         if selected is not None:
             if self.indexer is not None:
-                self.store_index_keys(x, cos, sin, batch, pools)
+                self.store_index_keys(x, cos, sin, batch, pools, p.made)
             topk = selected_slots(selected, batch)
         elif self.indexer is not None:
             topk = self.indexer.store_and_select(
-                x, p.q_lora, cos, sin, batch, pools.index_keys, positions, positions_out
+                x, p.q_lora, cos, sin, batch, pools.index_keys, positions, positions_out, made=p.made
             )
         else:
             topk = shared_selection(prev_topk, batch)

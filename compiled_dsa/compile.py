@@ -19,6 +19,7 @@ from compiled_dsa.graphs.piecewise import Pieces, piecewise_backend
 from compiled_dsa.graphs.report import reporting
 from compiled_dsa.graphs.runner import GraphMemory, GraphRunner, RunnerStats
 from compiled_dsa.graphs.torch_compat import cause_of_failed_compile, compile_whole
+from compiled_dsa.packing import PackedProjections, pack_projections
 from compiled_dsa.steps import NoBucket, Planner, unpad, variant, with_dynamic_tokens
 from compiled_dsa.weights import AdapterWatch
 
@@ -45,6 +46,7 @@ def compile_model(
     token_sizes: Iterable[int] = TOKEN_SIZES,
     max_cache_len: int | None = None,
     on_miss: str = "warn",
+    pack: bool = True,
     backend: str | Callable = "inductor",
 ) -> Any:
     """Compiles ``model.forward`` as one graph, in place, and returns the model.
@@ -81,6 +83,8 @@ def compile_model(
         max_cache_len: longest request of a ``Batch``, which sets the width of captured page tables. None: that of the
             first page table seen.
         on_miss: after ``model.end_warm_up()``, a compile or a forward without a graph "warn"s once or "raise"s.
+        pack: projections that read the same rows become one GEMM, by ``pack_projections``: weights in place, results
+            within the rounding of GEMMs. False leaves projections as they are, packed or not.
         backend: torch.compile's backend.
 
     Returns:
@@ -114,6 +118,8 @@ def compile_model(
         raise ValueError(f"graphs={graphs!r}; CUDA graphs need a model on a GPU, use 'auto' or 'off'")
     if hasattr(model, "graph_stats"):
         raise ValueError("model is compiled already; compile_model takes a model once")
+    if pack and any(isinstance(module, PackedProjections) for module in model.modules()):
+        pack_projections(model)
     forwards = _Forwards(model, backend, graphs, on_gpu, planner, on_miss)
 
     @functools.wraps(model.forward)

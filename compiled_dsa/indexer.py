@@ -13,6 +13,7 @@ from compiled_dsa.config import DSAConfig
 from compiled_dsa.custom_ops.index_topk import index_topk_decode, index_topk_prefill
 from compiled_dsa.custom_ops.layout import compute_dtype
 from compiled_dsa.custom_ops.store_index_keys import quantize_rows, store_index_keys
+from compiled_dsa.packing import product
 from compiled_dsa.rope import SoftmaxScaling, query_factors, rotate_part
 from compiled_dsa.weights import FP8, effective_weight, is_readable
 
@@ -39,6 +40,8 @@ class Indexer(nn.Module):
     Parameter names are those of Hugging Face: ``wq_b``, ``wk``, ``k_norm``, ``weights_proj``.
     A cache in the model's dtype gives Hugging Face's rounding (norm and projection in the model's dtype, scores from
     there in fp32); an fp8 cache has norm, rope and weights in fp32 before quantisation.
+
+    Arguments ``made`` hold products of these projections that exist already, by name (packing.py).
     """
 
     def __init__(self, config: DSAConfig, device=None, dtype=None):
@@ -56,12 +59,21 @@ class Indexer(nn.Module):
         self.k_norm = norm(config.index_head_dim, eps=config.index_k_norm_eps, **kw)
         self.weights_proj = nn.Linear(config.hidden_size, config.index_n_heads, bias=False, **kw)
 
-    def make_keys(self, x: Tensor, cos: Tensor, sin: Tensor, *, fp8: bool, deinterleave: bool = False) -> Tensor:
+    def make_keys(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        fp8: bool,
+        deinterleave: bool = False,
+        made: dict[str, Tensor] | None = None,
+    ) -> Tensor:
         """Index keys [T, D] of hidden states [T, hidden]; fp32 for an fp8 cache, else in the wider dtype of x and cos.
 
         ``deinterleave``: rope values in the order in which Hugging Face caches them (rope.py); as for queries.
         """
-        k = self.wk(x)
+        k = product(self, "wk", x, made)
         # hy_v4 keeps this norm in fp32 and computes it there
         k = self._norm_fp32(k) if fp8 else self.k_norm(k.to(self.k_norm.weight.dtype)).to(x.dtype)
         return self._encode(k, cos, sin, deinterleave)
@@ -76,13 +88,14 @@ class Indexer(nn.Module):
         *,
         fp8: bool,
         deinterleave: bool = False,
+        made: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Index queries [T, HI, D] (e4m3 for an fp8 cache) and weights fp32 [T, HI] with every scale folded in.
 
         ``positions``: int [T], read with ``query_scaling`` only.
         """
         c = self.dsa_config
-        q = self.wq_b(self.q_input_norm(x) if q_lora is None else q_lora)
+        q = product(self, "wq_b", self.q_input_norm(x) if q_lora is None else q_lora, made)
         q = q.unflatten(-1, (-1, c.index_head_dim))  # [T, HI, D]
         q = q.float() if fp8 else q
         if c.query_scaling:
@@ -90,9 +103,9 @@ class Indexer(nn.Module):
         q = self._encode(q, cos.unsqueeze(1), sin.unsqueeze(1), deinterleave)
         fold = c.index_n_heads**-0.5 * c.index_head_dim**-0.5
         if not fp8:
-            return q, self._head_weights(x, fp32=False).to(compute_dtype(x.dtype)) * fold
+            return q, self._head_weights(x, fp32=False, made=made).to(compute_dtype(x.dtype)) * fold
         q, scales = quantize_rows(q, c.index_format.scale_ue8m0)
-        return q, self._head_weights(x, fp32=True).float() * fold * scales
+        return q, self._head_weights(x, fp32=True, made=made).float() * fold * scales
 
     def store(self, keys: Tensor, batch: Batch, pool: Tensor) -> None:
         """Writes the rows' keys into the pool, in its dtype. A keys-only call is this alone."""
@@ -112,6 +125,7 @@ class Indexer(nn.Module):
         *,
         deinterleave: bool = False,
         positions_out: Tensor | None = None,
+        made: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """Physical slots int32 [T, K] of the selected keys, -1 where fewer are visible.
 
@@ -120,7 +134,7 @@ class Indexer(nn.Module):
         c = self.dsa_config
         fp8 = pool.dtype == torch.uint8
         positions = batch.positions if positions is None else positions
-        q, weights = self.make_queries(x, q_lora, cos, sin, positions, fp8=fp8, deinterleave=deinterleave)
+        q, weights = self.make_queries(x, q_lora, cos, sin, positions, fp8=fp8, deinterleave=deinterleave, made=made)
         q = q if fp8 else q.to(pool.dtype)
         topk = torch.empty(x.shape[0], c.index_topk, dtype=torch.int32, device=x.device)
         keys = (pool, batch.page_table, batch.req_of_row, batch.visible)
@@ -141,6 +155,8 @@ class Indexer(nn.Module):
         pool: Tensor,
         positions: Tensor | None = None,
         positions_out: Tensor | None = None,
+        *,
+        made: dict[str, Tensor] | None = None,
     ) -> Tensor | None:
         """Stores the rows' keys, then selects; None when every visible key is selected (``batch.skip_scores``).
 
@@ -151,21 +167,23 @@ class Indexer(nn.Module):
             positions: int [T], what ``query_scaling`` takes as positions; None: those of the batch.
             positions_out: int32 [T, K], gets the positions of the selected keys in their requests, -1 past the last.
         """
-        self.store(self.make_keys(x, cos, sin, fp8=pool.dtype == torch.uint8), batch, pool)
+        self.store(self.make_keys(x, cos, sin, fp8=pool.dtype == torch.uint8, made=made), batch, pool)
         if not batch.skip_scores:
-            return self.select(x, q_lora, cos, sin, batch, pool, positions, positions_out=positions_out)
+            return self.select(x, q_lora, cos, sin, batch, pool, positions, positions_out=positions_out, made=made)
         if positions_out is not None:
             positions_out.copy_(visible_positions(batch, positions_out.shape[1]))
         return None
 
     forward = store_and_select
 
-    def _head_weights(self, x: Tensor, *, fp32: bool) -> Tensor:
+    def _head_weights(self, x: Tensor, *, fp32: bool, made: dict[str, Tensor] | None) -> Tensor:
         """``weights_proj`` of x [T, hidden]: [T, HI], in fp32 or as the layer itself rounds.
 
         Never in fp8, whatever the layer: its rounding decides the selection. A layer with hooks or an adapter of an
         unknown kind is called.
         """
+        if made and "weights_proj" in made:
+            return made["weights_proj"]
         linear = self.weights_proj
         if is_readable(linear) and (fp32 or linear.weight.dtype == FP8):
             dtype = torch.float32 if fp32 else x.dtype

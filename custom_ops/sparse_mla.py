@@ -149,7 +149,8 @@ def sparse_mla_decode(
         q_rope: [T, H, R]; R may be 0.
         pool: latent pool, see layout; fp8 or the dtype of the query.
         topk: int32 [T, K] physical slots, or None: the row attends positions [0, count) of its request.
-        count: int32 [T], valid lanes. Lanes past it are ignored whatever they hold; ids outside the pool act as -1.
+        count: int32 [T], valid lanes, all K where it is larger. Lanes past it are ignored whatever they hold; ids
+            outside the pool act as -1.
         page_table: int32 [B, maxP]; read only when ``topk`` is None.
         req_of_row: int32 [T]; read only when ``topk`` is None.
         scale: multiplies the scores.

@@ -81,6 +81,7 @@ def _begin_forward(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]):
         return None
     dtype = model.dtype
     for layer in model.dsa_layers:
+        layer.keep_packed()
         up = layer.kv_b_proj
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in up.parameters())):  # then it is called
             hold_weight(up, dtype)

@@ -175,7 +175,7 @@ class DSAAttentionMixin(SparseAttention):
         p = self.project(x, cos, sin, positions, deinterleave=True)  # transformers' order, also of index keys
         keys = None
         if self.indexer is not None:
-            keys = self.indexer.make_keys(x, cos, sin, fp8=False, deinterleave=True).view(B, S, -1)
+            keys = self.indexer.make_keys(x, cos, sin, fp8=False, deinterleave=True, made=p.made).view(B, S, -1)
         first = self._first_column(cache, S)
         if p.latents is None:
             latents, rope = shared_kv[self._kind()]

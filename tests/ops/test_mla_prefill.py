@@ -103,6 +103,14 @@ def test_rows_are_cut_by_the_budget(backend):
     check(whole, args)
 
 
+def test_counts_beyond_the_lanes(backend):
+    args = setup(9, *SIZES["fp32"], backend.device, K=40)
+    args[4] = torch.arange(40, 940, 100, dtype=torch.int32, device=backend.device)
+    got = run(backend, args)
+    args[4] = args[4].clamp(max=40)
+    assert torch.equal(got, run(backend, args))
+
+
 def test_no_key_gives_zero(backend):
     args = setup(5, *SIZES["fp32"], backend.device, sinks=True)
     args[3].fill_(2**31 - 1)

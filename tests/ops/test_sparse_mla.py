@@ -84,6 +84,18 @@ def test_fault_b1_all_counts_zero(backend, T):
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
+@pytest.mark.parametrize("T", [1, 9])
+def test_counts_beyond_the_lanes(backend, T):
+    """As layers give them: the keys that a row sees, of which the selection has K."""
+    args = setup("fp32", T, 8, 40, backend.device)
+    args[4] = torch.arange(40, 40 + 100 * T, 100, dtype=torch.int32, device=backend.device)
+    got = run(backend, args)
+    args[4].fill_(40)
+    for a, b in zip(got, run(backend, args)):
+        assert torch.equal(a, b)
+    check(*got, args)
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("T", [1, 5])
 def test_rows_without_a_key_among_others(backend, sinks, T):
