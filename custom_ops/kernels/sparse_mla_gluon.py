@@ -308,7 +308,20 @@ def _attend(
     )
 
 
-def launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse: Tensor | None) -> None:
+def launch(
+    q_latent,
+    q_rope,
+    pool,
+    topk,
+    count,
+    page_table,
+    req_of_row,
+    scale,
+    sinks,
+    out,
+    lse: Tensor | None,
+    width: int | None = None,
+) -> None:
     """Runs the kernel on non-empty arguments, as ``sparse_mla.launch``.
 
     Args:
@@ -316,6 +329,7 @@ def launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, s
         pool: bf16 [P, 64, 576], aligned to 16 bytes.
         scale: above 0: scores are cut to -inf before they are scaled.
         lse: contiguous fp32 [T, H], or None when nobody wants it.
+        width: lanes that count at most; None: those of the selection, or of the page table.
     """
     T, H, _ = q_latent.shape
     ids = page_table if topk is None else topk
@@ -335,7 +349,7 @@ def launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, s
         q_rope.stride(0),
         q_rope.stride(1),
         ids.stride(0),
-        ids.shape[1] * (PAGE if topk is None else 1),
+        ids.shape[1] * (PAGE if topk is None else 1) if width is None else width,
         pool.shape[0],
         tiles,
         H // HEADS,
