@@ -230,6 +230,19 @@ def test_idle_rows_of_a_graph(forced):
 # ---- which rows ------------------------------------------------------------------------------------------------------
 
 
+def test_what_index_topk_selects_is_recognised(forced, found):
+    """Rows that see at most K keys get them in order, so they are dense; a row of K + 1 is not."""
+    args = setup([30], [0], "fp32", 24)
+    visible, topk = torch.arange(1, 31, dtype=torch.int32, device=DEVICE), args[3]
+    topk.fill_(123456789)
+    index_pool = torch.randn(PAGES, PAGE, 32, device=DEVICE)
+    q, weights = torch.randn(30, 8, 32, device=DEVICE), torch.randn(30, 8, device=DEVICE)
+    rows = (args[5], args[6], visible)
+    OPS["index_topk_prefill"].overload(q, weights, index_pool, *rows, topk, False, 1 << 20, provider="triton")
+    check(run(args), args)
+    assert found[0][1].tolist() == [True] * 24 + [False] * 6
+
+
 def test_other_selections_are_left_alone(forced, found):
     """A selection that has fewer lanes than K, but not the first tokens in order, is the sparse path's."""
     args = setup([12], [20], "fp32", 40)
