@@ -185,7 +185,8 @@ class SparseAttention(PackedProjections):
             out = torch.bmm(o.transpose(0, 1), kv_b[:, N:].transpose(1, 2)).transpose(0, 1)  # [T, H, V]
         else:
             out = torch.empty(T, H, c.v_head_dim, dtype=p.q_nope.dtype, device=p.q_nope.device)
-            mla_prefill(p.q_nope, p.q_rope, *where, kv_b, c.scale, sinks, out, c.scratch_bytes)
+            most = c.index_topk if topk is None and batch.skip_scores else None
+            mla_prefill(p.q_nope, p.q_rope, *where, kv_b, c.scale, sinks, out, c.scratch_bytes, most)
         if p.gate is not None:
             gate = p.gate.float() if c.output_gate == "query" else p.gate  # as Hugging Face rounds
             out = (out * torch.sigmoid(gate)).to(out.dtype)

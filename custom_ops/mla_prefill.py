@@ -17,7 +17,21 @@ from compiled_dsa.custom_ops.sparse_mla import attend, check_query_dtype, check_
 DEFAULT_SCRATCH_BYTES = 512 << 20
 
 
-def check(q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes) -> None:
+def check(
+    q_nope,
+    q_rope,
+    pool,
+    topk,
+    count,
+    page_table,
+    req_of_row,
+    kv_b,
+    scale,
+    sinks,
+    out,
+    scratch_bytes,
+    max_count=None,
+) -> None:
     check_shape("q_nope", q_nope, None, None, None)
     T, H, N = q_nope.shape
     check_shape("kv_b", kv_b, H, None, None)
@@ -35,6 +49,9 @@ def check(q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale
     check_dtype("out", out, q_nope.dtype)
     if scratch_bytes < row_scratch_bytes(q_nope, kv_b):
         raise ValueError(f"scratch_bytes={scratch_bytes}; one row needs {row_scratch_bytes(q_nope, kv_b)} bytes")
+    if max_count is not None and (topk is not None or max_count < 0):
+        given = "along with topk, whose columns bound a row's lanes" if max_count >= 0 else "below 0"
+        raise ValueError(f"max_count={max_count} is given {given}")
 
 
 def row_scratch_bytes(q_nope: Tensor, kv_b: Tensor) -> int:
@@ -43,12 +60,27 @@ def row_scratch_bytes(q_nope: Tensor, kv_b: Tensor) -> int:
     return H * (L * q_nope.element_size() + 4)
 
 
-def reference(q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes):
+def reference(
+    q_nope,
+    q_rope,
+    pool,
+    topk,
+    count,
+    page_table,
+    req_of_row,
+    kv_b,
+    scale,
+    sinks,
+    out,
+    scratch_bytes,
+    max_count=None,
+) -> None:
     """out = W_UV softmax(scale * ((q_nope W_UK) . c + q_rope . k_rope)) c over the selected tokens."""
     T, _, N = q_nope.shape
     if T == 0:
         return
     dtype = compute_dtype(q_nope.dtype)
+    count = count if max_count is None else count.clamp(max=max_count)
     slots = selected_slots(topk, count, page_table, req_of_row, pool.shape[0])
     w_uk, w_uv = kv_b[:, :N].to(dtype), kv_b[:, N:].to(dtype)
     # queries and outputs are two tensors here, in fp32 for rows of two bytes
@@ -61,7 +93,8 @@ def reference(q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, s
 
 MLA_PREFILL = define(
     "mla_prefill(Tensor q_nope, Tensor q_rope, Tensor pool, Tensor? topk, Tensor count, Tensor page_table, "
-    "Tensor req_of_row, Tensor kv_b, float scale, Tensor? sinks, Tensor(a!) out, int scratch_bytes)",
+    "Tensor req_of_row, Tensor kv_b, float scale, Tensor? sinks, Tensor(a!) out, int scratch_bytes, "
+    "int? max_count=None)",
     check=check,
     reference=reference,
     providers={
@@ -86,6 +119,7 @@ def mla_prefill(
     sinks,
     out,
     scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
+    max_count: int | None = None,
     *,
     provider: str | None = None,
 ) -> None:
@@ -98,16 +132,19 @@ def mla_prefill(
         topk: int32 [T, K] physical slots, or None: the row attends positions [0, count) of its request.
         count: int32 [T], valid lanes, all K where it is larger. Lanes past it are ignored whatever they hold; ids
             outside the pool act as -1.
-        page_table: int32 [B, maxP]; read only when ``topk`` is None.
-        req_of_row: int32 [T]; read only when ``topk`` is None.
+        page_table: int32 [B, maxP]; with ``topk``, read only to see which rows attend positions 0, 1, .. in this order.
+        req_of_row: int32 [T], in [0, B); likewise.
         kv_b: [H, N + V, L] = (W_UK, W_UV) of each head, kv_b_proj's weight viewed by head.
         scale: multiplies the scores.
         sinks: fp32 [H] or None, one more logit a head in the denominator.
         out: [T, H, V] in the dtype of the query; 0 for a row with nothing to attend.
-        scratch_bytes: bound on the op's temporary memory; rows are cut as it demands.
+        scratch_bytes: bound on the op's temporary memory; rows and heads are cut as it demands.
+        max_count: without ``topk``, no row attends more tokens than this, whatever its count; None: those of its page
+            table. A close bound lets all rows attend expanded keys, see kernels/mla_prefill_short.py.
 
     Raises:
-        ValueError: a shape or dtype outside this contract, or a budget too small for one row.
+        ValueError: a shape or dtype outside this contract, a budget too small for one row, or ``max_count`` below 0 or
+            along with ``topk``.
     """
     torch.ops.compiled_dsa.mla_prefill(
         q_nope,
@@ -122,5 +159,6 @@ def mla_prefill(
         sinks,
         out,
         scratch_bytes,
+        max_count,
         provider=provider,
     )

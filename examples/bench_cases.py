@@ -98,6 +98,8 @@ def cases() -> Iterator[Case]:
     for model in MODELS:
         for pool in ("bf16", "fp8"):
             yield Case("mla_prefill", {"model": model, "pool": pool, "rows": 4096, "context": 32768}, mla_prefill)
+        for rows in (2048, 4096):
+            yield Case("mla_prefill", {"model": model, "rows": rows, "start": 0}, first_prefill)
     for op in ("store_latents", "store_index_keys"):
         for rows in (1, 16, 128, 4096):
             yield Case(op, {"rows": rows}, partial(store, op), rows == 16)
@@ -359,6 +361,12 @@ def mla_prefill(providers: list[str], model: str, pool: str, rows: int, context:
     flop = 2.0 * rows * H * (K * (2 * L + R) + L * (N + V))
     moved = context * row_bytes(pool) + rows * H * 2 * (N + R + V) + kv_b.nbytes
     return Work(runs, inputs, moved, (flop, 0.0), False, not_run)
+
+
+def first_prefill(providers: list[str], model: str, rows: int, start: int) -> Work:
+    import bench_prefill  # which imports this module
+
+    return bench_prefill.first_prefill(providers, model, rows, start)
 
 
 # ---- stores and metadata ---------------------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ def test_cases_cover_every_op_and_can_be_selected(bench):
         ("sparse_mla_decode", "attention_decode", {"pool": "fp8", "heads": 4, "batch": 2, "tokens": 128}),
         ("sparse_mla_decode", "attention_decode", {"pool": "bf16", "heads": 4, "batch": 2, "tokens": 128}),
         ("mla_prefill", "mla_prefill", {"model": "deepseek_v32", "pool": "fp8", "rows": 8, "context": 128}),
+        ("mla_prefill", "first_prefill", {"model": "deepseek_v32", "rows": 16, "start": 0}),
+        ("mla_prefill", "first_prefill", {"model": "deepseek_v32", "rows": 40, "start": 0}),
     ],
 )
 def test_arguments_are_valid(small, op, make, sizes):

@@ -1,7 +1,8 @@
 """mla_prefill with Triton: absorb, sparse attention, un-absorb, for as many rows at a time as the scratch holds.
 
 On Hopper the attention is the Gluon kernel where its shapes fit, over fp8 pools after they were dequantised whole;
-everything else goes through the kernel of sparse_mla_decode.
+everything else goes through the kernel of sparse_mla_decode. Rows that attend the first tokens of their request, enough
+of them to repay it, attend expanded keys instead: mla_prefill_short.py finds them, mla_prefill_dense.py computes them.
 """
 
 import torch
@@ -9,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_dsa.custom_ops.kernels import mla_prefill_dense as dense
+from compiled_dsa.custom_ops.kernels import mla_prefill_short as short
 from compiled_dsa.custom_ops.kernels import sparse_mla, sparse_mla_hopper
 from compiled_dsa.custom_ops.kernels.common import (
     multiprocessors,
@@ -28,7 +31,7 @@ _TOKENS = 16  # of a program that dequantises
 
 
 def refuses(
-    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None
 ) -> str | None:
     return (
         refuses_device(pool)
@@ -124,12 +127,43 @@ def dequantise(pool: Tensor, L: int, R: int) -> Tensor:
     return out
 
 
-def run(q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes) -> None:
+def run(
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None
+) -> None:
     T, H, N = q_nope.shape
-    L, R = kv_b.shape[2], q_rope.shape[2]
+    R, L, V = q_rope.shape[2], kv_b.shape[2], out.shape[2]
     if T == 0:
         return
     width = page_table.shape[1] * PAGE if topk is None else topk.shape[1]
+    width = width if max_count is None else min(width, max_count)
+    tile = dense.tiling(N, R, V, q_nope.dtype) if dense.refuses(q_nope, kv_b, out, scale) is None else None
+    plan = short.plan(
+        T,
+        page_table.shape,
+        (H, N, R, V, L),
+        width,
+        topk is None,
+        q_nope.dtype,
+        pool.device,
+        tile,
+        scratch_bytes,
+        row_scratch_bytes(q_nope, kv_b),
+    )
+    rows = None if plan is None else short.find(topk, count, page_table, req_of_row, pool.shape[0], width, plan)
+    if plan is None or not plan.everything:
+        left, scratch_left = (count, scratch_bytes) if plan is None else (rows.rest, scratch_bytes - plan.index_bytes)
+        selection = (topk, left, page_table, req_of_row)
+        attend_absorbed(q_nope, q_rope, pool, *selection, kv_b, scale, sinks, out, scratch_left, width)
+    if plan is not None:  # after the absorbed rows, whose last GEMM writes zeros here
+        dense.attend(q_nope, q_rope, pool, count, page_table, kv_b, scale, sinks, out, width, rows, plan, tile)
+
+
+def attend_absorbed(
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, width: int
+) -> None:
+    """The op without expanded keys; ``width``: lanes that count at most."""
+    T, H, N = q_nope.shape
+    L, R = kv_b.shape[2], q_rope.shape[2]
     gluon = refuses_gluon(q_rope, pool, L, scale) is None
     row_bytes = H * L * q_nope.element_size()
     if gluon and pool.dtype == torch.uint8:
@@ -161,7 +195,7 @@ def run(q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, 
         ids = None if topk is None else topk[rows]
         selection = (pool, ids, count[rows], page_table, req_of_row[rows], scale, sinks)
         if gluon:
-            sparse_mla_gluon.launch(latent, q_rope[rows], *selection, latent, None)
+            sparse_mla_gluon.launch(latent, q_rope[rows], *selection, latent, None, width)
         else:
-            sparse_mla.launch(latent, q_rope[rows], *selection, latent, lse[: stop - start], tile)
+            sparse_mla.launch(latent, q_rope[rows], *selection, latent, lse[: stop - start], tile, width)
         torch.bmm(latent.transpose(0, 1), w_uv, out=out[rows].transpose(0, 1))

@@ -209,8 +209,13 @@ def tiling(T: int, H: int, L: int, width: int, dtype: torch.dtype, device: torch
     return Tiling(heads, keys, warps, stages, splits)
 
 
-def launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, tile: Tiling) -> None:
-    """Runs the kernel on non-empty arguments. The queries and ``out`` may have any strides but the last."""
+def launch(
+    q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, tile: Tiling, width: int
+) -> None:
+    """Runs the kernel on non-empty arguments. The queries and ``out`` may have any strides but the last.
+
+    ``width``: lanes that count at most, those of the selection or the page table or fewer.
+    """
     T, H, L = q_latent.shape
     R = q_rope.shape[2]
     latents, latent_scales, rope = split_latent_pool(pool, L, R)
@@ -236,7 +241,7 @@ def launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, s
         parts_lse,
         scale,
         H,
-        page_table.shape[1] * PAGE if paged else topk.shape[1],
+        width,
         pool.shape[0],
         q_latent.stride(0),
         q_latent.stride(1),
@@ -280,4 +285,4 @@ def run(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sink
         return
     width = page_table.shape[1] * PAGE if topk is None else topk.shape[1]
     tile = tiling(T, H, L, width, q_latent.dtype, q_latent.device)
-    launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, tile)
+    launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, tile, width)

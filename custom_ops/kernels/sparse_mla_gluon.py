@@ -167,6 +167,7 @@ def launch(
     sinks,
     out,
     lse: Tensor | None,
+    width: int | None = None,
     sides: int = 2,
 ) -> None:
     """Runs the kernel on non-empty arguments, as ``sparse_mla.launch``.
@@ -179,6 +180,7 @@ def launch(
         sinks: None of more than one split.
         out: as q_latent, which it may be; or bf16 splits [S, T, H, 512], contiguous.
         lse: fp32 [T, H] or [S, T, H], or None when nobody wants it; S and T must be one dim in memory.
+        width: lanes that count at most; None: those of the selection, or of the page table.
         sides: blocks of a step; 1 where no split has more than one block of 64 lanes.
     """
     T, H, _ = q_latent.shape
@@ -206,7 +208,7 @@ def launch(
         ids.stride(0),
         lse_row,
         lse_head,
-        ids.shape[1] * (PAGE if topk is None else 1),
+        ids.shape[1] * (PAGE if topk is None else 1) if width is None else width,
         pool.shape[0],
         T,
         splits,

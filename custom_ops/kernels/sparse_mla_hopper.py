@@ -90,9 +90,9 @@ def launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, s
 
     selection = (q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale)
     if chosen.splits == 1:
-        kernel.launch(*selection, sinks, out, lse, chosen.sides)
+        kernel.launch(*selection, sinks, out, lse, sides=chosen.sides)
         return
     # in bf16: rounding twice costs 1 - cos of 4e-6 at most, where FlashMLA's tests allow 5e-6
     parts, parts_lse = empty_parts(chosen.splits, out, out.dtype)
-    kernel.launch(*selection, None, parts, parts_lse, chosen.sides)
+    kernel.launch(*selection, None, parts, parts_lse, sides=chosen.sides)
     combine(parts, parts_lse, sinks, out, lse)

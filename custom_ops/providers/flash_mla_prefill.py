@@ -20,7 +20,7 @@ from compiled_dsa.custom_ops.providers.flash_mla import (
 
 
 def refuses(
-    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None
 ) -> str | None:
     reason = refuses_attention(q_rope, pool, kv_b.shape[2], topk, scale) or refuses_strides(count=count, sinks=sinks)
     if reason is not None:
@@ -41,7 +41,9 @@ def _row_bytes(q_rope: Tensor, K: int) -> int:
     return padded_heads(H) * 2 * (2 * L + R) + 4 * (K + PREFILL_LANES + 1)
 
 
-def run(q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes) -> None:
+def run(
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None
+) -> None:
     T, H, N = q_nope.shape
     R = q_rope.shape[2]
     if T == 0:

@@ -79,9 +79,19 @@ SIZES = {
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("sinks", "paged"), [(False, False), (True, False), (True, True)])
-def test_against_fp64(backend, size, sinks, paged):
+@pytest.mark.parametrize(
+    ("sinks", "paged", "expanded"),
+    [(False, False, False), (True, False, False), (True, True, False), (True, True, True)],
+)
+def test_against_fp64(backend, size, sinks, paged, expanded, monkeypatch):
     args = setup(6, *SIZES[size], backend.device, sinks=sinks)
+    if expanded:
+        if backend.provider != "triton":
+            pytest.skip("only triton expands keys")
+        from compiled_dsa.custom_ops.kernels import mla_prefill_short
+
+        for name in ("ATTENTION_COST", "EXPANSION_COST", "WAVES"):
+            monkeypatch.setattr(mla_prefill_short, name, 0.0)
     if paged:
         args[3] = None
         args[4] = torch.tensor([128, 0, 65, 64, 1, 300], dtype=torch.int32, device=backend.device)
