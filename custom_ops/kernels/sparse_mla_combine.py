@@ -12,7 +12,7 @@ from compiled_dsa.custom_ops.kernels.common import dependent_launch, multiproces
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
-MIN_COLUMNS = 64  # of a program: 128 bytes of a bf16 split
+MIN_COLUMNS = 128  # of a program, which is one warp: 8 bytes a thread of a bf16 split
 
 
 @triton.jit
@@ -42,22 +42,28 @@ def _combine(
     SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program a row, head and block of latents: the splits weighted by exp of their log-sum-exp."""
+    """One program a row, head and block of latents: the splits weighted by exp of their log-sum-exp.
+
+    A thread has its latents of every split: sums over splits that lie in several warps would go through shared memory.
+    """
     pid = tl.program_id(0).to(tl.int64)
     row = pid // heads
     head = pid % heads
     split = tl.arange(0, S_PADDED).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    where = parts + pid * L + column
     if EARLY:
         tl.extra.cuda.gdc_wait()  # until the splits are written
     each = tl.load(parts_lse + split * lse_split + pid, mask=split < splits, other=float("-inf"))
-    some = each != float("-inf")
     maximum = tl.max(each, axis=0)
-    weight = tl.exp2((each - finite(maximum)) * _LOG2E)
-    total = tl.sum(weight, axis=0)
-    where = parts + split[:, None] * parts_split + pid * L + column[None, :]
-    o = tl.load(where, mask=some[:, None] & (column < L)[None, :], other=0.0)
-    o = tl.sum(o * weight[:, None], axis=0)
+    total = tl.sum(tl.exp2((each - finite(maximum)) * _LOG2E), axis=0)
+    o = tl.zeros([COLUMNS], tl.float32)
+    for s in tl.static_range(S_PADDED):
+        index = s + tl.arange(0, 1).to(tl.int64)
+        one = tl.load(parts_lse + index * lse_split + pid, mask=index < splits, other=float("-inf"))
+        part = tl.load(where + index * parts_split, mask=(index < splits) & (column < L), other=0.0)
+        # what a split that saw nothing holds must not count
+        o += tl.where(one == float("-inf"), 0.0, part * tl.exp2((one - finite(maximum)) * _LOG2E))
     log_sum = tl.where(total == 0.0, float("-inf"), maximum + tl.log(total))
     tl.store(lse + row * lse_row + head * lse_head, log_sum, mask=tl.program_id(1) == 0)
     if SINKS:
@@ -84,7 +90,7 @@ def combine(parts: Tensor, parts_lse: Tensor, sinks: Tensor | None, out: Tensor,
     """
     S, T, H, L = parts.shape
     columns = max(16, triton.next_power_of_2(L))
-    full = 4 * multiprocessors(out.device)
+    full = 2 * multiprocessors(out.device)
     while columns > MIN_COLUMNS and T * H * triton.cdiv(L, columns) < full:
         columns //= 2
     early = dependent_launch(out.device)
@@ -107,5 +113,6 @@ def combine(parts: Tensor, parts_lse: Tensor, sinks: Tensor | None, out: Tensor,
         S_PADDED=triton.next_power_of_2(S),
         SINKS=sinks is not None,
         EARLY=early,
+        num_warps=max(1, columns // 256),
         **({"launch_pdl": True} if early else {}),
     )

@@ -26,6 +26,7 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     lanes_of_tile,
     place_of_tile,
     steps_of,
+    tile_of,
 )
 from compiled_dsa.custom_ops.layout import PAGE
 
@@ -43,7 +44,7 @@ class Heads(NamedTuple):
     """What a consumer reads and writes of each head."""
 
     H: gl.tensor
-    q_rope: gl.tensor | None  # bf16 [T, H, 64]; None where its tiles lie in shared memory
+    q_rope: gl.tensor  # bf16 [T, H, 64]
     q_rope_row: gl.tensor  # stride
     q_rope_head: gl.tensor
     o_desc: tma.tensor_descriptor  # bf16 [S T, H, 512]
@@ -60,18 +61,11 @@ def _finite(maximum):
 
 
 @gluon.jit
-def _tile_of(queries, varying):
-    """[64, columns] of a buffer of queries, which the copy engine fills in three dims."""
-    tile = queries.index(varying)
-    return tile.reshape([tile.shape[1], tile.shape[2]])
-
-
-@gluon.jit
 def _score_left(scores, stage, varying, phase, buffers, barriers, SIDE: gl.constexpr):
     mbarrier.wait(barriers.left_full.index(SIDE), phase)
     fence_async_shared()
     keys = buffers.k_left.index(stage).permute((1, 0))
-    return warpgroup_mma(_tile_of(buffers.q_left, varying), keys, scores, use_acc=False, is_async=True)
+    return warpgroup_mma(tile_of(buffers.q_left, varying), keys, scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -79,12 +73,12 @@ def _score_right(scores, stage, varying, phase, rope_phase, q_rope, buffers, bar
     mbarrier.wait(barriers.right_full.index(SIDE), phase)
     fence_async_shared()
     keys = buffers.k_right.index(stage).permute((1, 0))
-    scores = warpgroup_mma(_tile_of(buffers.q_right, varying), keys, scores, is_async=True)
+    scores = warpgroup_mma(tile_of(buffers.q_right, varying), keys, scores, is_async=True)
     if q_rope is None:
         # one stage: its blocks alternate between the sides
-        mbarrier.wait(barriers.rope_full, rope_phase)
+        mbarrier.wait(barriers.rope_full.index(0), rope_phase)
         fence_async_shared()
-        q_rope = _tile_of(buffers.q_rope, varying)
+        q_rope = tile_of(buffers.q_rope, varying)
         stage = varying
     return warpgroup_mma(q_rope, buffers.k_rope.index(stage).permute((1, 0)), scores, is_async=True)
 
@@ -158,7 +152,7 @@ def _step(
         acc, maximum = _sum_other(acc, other, phase, values, buffers, barriers, OTHER)
         scores = warpgroup_mma_wait(1, deps=[scores])
     if q_rope is None:
-        mbarrier.arrive(barriers.rope_empty, count=1)
+        mbarrier.arrive(barriers.rope_empty.index(0), count=1)
     p, weights, shrink, new, finite = _exponentiate(scores, maximum, buffers, barriers, unit, SIDE)
     if SIDE == 1:
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -184,7 +178,7 @@ def _only_step(acc, total, step, q_rope, buffers, barriers, unit, zero, SIDE: gl
         scores = _score_right(scores, varying, varying, phase, phase, q_rope, buffers, barriers, 0)
         scores = warpgroup_mma_wait(0, deps=[scores])
         if q_rope is None:
-            mbarrier.arrive(barriers.rope_empty, count=1)
+            mbarrier.arrive(barriers.rope_empty.index(0), count=1)
         p, weights, _, maximum, _ = _exponentiate(scores, maximum, buffers, barriers, unit, 0)
         total = gl.sum(p, axis=1)
         weights = gl.convert_layout(weights, gl.DotOperandLayout(0, _OUT, 2))
@@ -217,11 +211,11 @@ def _write(acc, total, maximum, heads, rows, tile, buffers, barriers, SIDE: gl.c
         factor = gl.exp2(maximum - top)
         total = total * factor + gl.exp2(sink - top)
     factor = factor / gl.where(total == 0.0, 1.0, total)
-    if heads.q_rope is None:
+    if buffers.q_rope is not None:
         factor = factor * LIFT
     # both consumers are past their last scores, so the output may take the place of the queries
     stage = buffers.q_left if SIDE == 0 else buffers.q_right
-    _tile_of(stage, 0).store((acc * gl.expand_dims(factor, 1)).to(gl.bfloat16))
+    tile_of(stage, 0).store((acc * gl.expand_dims(factor, 1)).to(gl.bfloat16))
     fence_async_shared()
     _tma_store(heads.o_desc, [part, head0, SIDE * HALF], stage.index(0))
     tma.store_wait(0)
@@ -244,7 +238,7 @@ def consume(heads, rows, ntiles, unit, zero, buffers, barriers, SIDE: gl.constex
     for tile in range(first, ntiles, hop):
         steps = steps_of(n, STEP)
         n, _offset = lanes_of_tile(rows, gl.minimum(tile + hop, ntiles - 1), False, STEP)
-        if heads.q_rope is None:
+        if buffers.q_rope is not None:
             q_rope: gl.constexpr = None
         else:
             row, _split, head0 = place_of_tile(rows, tile)

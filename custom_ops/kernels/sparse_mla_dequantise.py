@@ -1,11 +1,10 @@
 """The producer of sparse_mla_gluon for fp8 pools: dequantises 656-byte rows on their way into shared memory.
 
 Where the producer of bf16 pools lets the copy engine write, this one holds codes in registers: 16 bytes of a row a
-thread and load, 16 registers an item of 64 keys. The items of a block are its four groups of 128 latents, then its
-rope; two or three of them are under way while one is converted, also across blocks. So a stage is refilled as soon as
-it is free, without waiting for memory, and nothing of a block is in shared memory twice.
+thread and load, 16 registers a group of 64 keys. One half of a block (two groups) is under way while the other one is
+converted, also across blocks. Rope is bf16 in the pool, so it is copied.
 
-e4m3 becomes bf16 without the conversion unit, by 5 instructions for 2 elements instead of 12 by way of fp16 and fp32:
+e4m3 becomes bf16 without the conversion unit, by 4 instructions for 2 elements instead of 12 by way of fp16 and fp32:
 few enough that both programs of 128 heads may dequantise a block, each for itself (FlashMLA's share it through
 distributed shared memory, which Gluon does not have). Scales are rounded to bf16, which powers of two survive.
 
@@ -14,53 +13,53 @@ Legend: T rows, K lanes of the selection. An address is that of a row of the poo
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     KEYS,
     NONE,
+    ROPE,
+    copy,
     fetch_queries,
     lanes_of_tile,
+    place_of_tile,
     slots_of_block,
     steps_of,
+    tile_of,
 )
 from compiled_dsa.custom_ops.layout import LATENT_GROUP
 
 # In words of 4 bytes: elements of 1 byte that are alive across a loop would take a register each.
-_GROUPS = gl.constexpr(4)  # of a row; the item behind them is its rope, which has 128 bytes as well
-_ITEM = gl.constexpr(LATENT_GROUP // 4)
+_GROUPS = gl.constexpr(4)  # of a row; behind them lie its scales, then its rope, which has as many bytes as a group
+_GROUP = gl.constexpr(LATENT_GROUP // 4)
 _ROW = gl.constexpr((512 + 4 * 4 + 2 * 64) // 4)
 
 # A thread holds 16 bytes of 2 keys, 64 bytes apart. 8 threads that store together then fill the 128 bytes of all banks:
 # 4 of them even parts of a row (each has 16 bytes of codes, 32 of bf16), 4 what the swizzle makes odd ones of the next.
 _CODES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
-_ROWS = gl.constexpr(gl.SliceLayout(1, _CODES))
 _WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 
-# Whether the producer orders its stores before the reads of the tensor cores. The consumers do so too, as they must for
-# copies of bf16 pools, and a fence here may wait for loads that are under way: to be measured.
-_FENCE = gl.constexpr(True)
+_COPIED = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))  # rope of 4 keys a thread, 16 bytes of each
+_QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 # Triton 3.9 has renamed it.
 _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-# Latents and rope lie 2^-60 lower in shared memory. The bits of a code, moved into those of a bf16, are its value times
-# 2^-120; so one product, with the scale times 2^60, does the rest, and no scale from 2^-57 to 2^67 leaves the range.
+# Latents lie 2^-60 lower in shared memory, and so does rope of the queries. The bits of a code, moved into those of a
+# bf16, are its value times 2^-120; so one product, with the scale times 2^60, does the rest, and no scale from 2^-57 to
+# 2^67 leaves the range.
 LIFT = gl.constexpr(2.0**60)
-_LOWERED = gl.constexpr(0x21802180)  # 2^-60 in bf16, twice
 
-# $2: 4 codes; $3: the factor, twice. A code moves 4 bits up and its sign 8: times 16, and 240 more for the sign.
+# $2: 4 codes; $3: the factor, twice. prmt puts the sign of a code into the byte above it: 4 bits up, it is in its place.
 _TO_BF16 = gl.constexpr("""
 {
-.reg .b32 low, high, sign;
-prmt.b32 low, $2, 0, 0x4140;
-prmt.b32 high, $2, 0, 0x4342;
-and.b32 sign, low, 0x00800080;
-mul.lo.u32 low, low, 16;
-mad.lo.u32 low, sign, 240, low;
-and.b32 sign, high, 0x00800080;
-mul.lo.u32 high, high, 16;
-mad.lo.u32 high, sign, 240, high;
+.reg .b32 low, high;
+prmt.b32 low, $2, 0, 0x9180;
+prmt.b32 high, $2, 0, 0xB3A2;
+shl.b32 low, low, 4;
+shl.b32 high, high, 4;
+and.b32 low, low, 0x87F087F0;
+and.b32 high, high, 0x87F087F0;
 mul.bf16x2 low, low, $3;
 mul.bf16x2 $1, high, $3;
 mov.b32 $0, low;
@@ -106,8 +105,10 @@ def _as_words(tile):
 @gluon.jit
 def _dequantise(codes, scale):
     """bf16 pairs (int32 [64, 64]) of e4m3 ``codes`` (int32 [64, 32], 4 each) with one scale a row (fp32 [64])."""
-    factor = (scale * LIFT).to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    factor, codes = gl.broadcast(gl.expand_dims(factor * 0x10001, 1), codes)
+    factor = gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [scale * LIFT], gl.int32, is_pure=True, pack=1
+    )
+    factor, codes = gl.broadcast(gl.expand_dims(factor, 1), codes)
     factor = gl.inline_asm_elementwise(
         _FACTOR_OF_16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [codes, factor], gl.int32, is_pure=True, pack=4
     )
@@ -118,13 +119,6 @@ def _dequantise(codes, scale):
 
 
 @gluon.jit
-def _lower(rope):
-    """bf16 pairs times 2^-60."""
-    factor = gl.full([rope.shape[0], rope.shape[1]], _LOWERED, gl.int32, layout=rope.type.layout)
-    return gl.inline_asm_elementwise("mul.bf16x2 $0, $1, $2;", "=r,r,r", [rope, factor], gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _addresses(pool, slots):
     """(addresses [64] of the rows of slots, which of them hold a token)."""
     there = slots >= 0
@@ -132,48 +126,82 @@ def _addresses(pool, slots):
 
 
 @gluon.jit
-def _item(address, there, ITEM: gl.constexpr):
-    """(int32 [64, 32], fp32 [64]) of a block: codes and scales of a group; of the last item, rope and its bounds."""
-    begin: gl.constexpr = ITEM * _ITEM if ITEM < _GROUPS else _GROUPS * _ITEM + _GROUPS
-    column = gl.expand_dims(gl.arange(0, _ITEM, layout=gl.SliceLayout(0, _CODES)), 0)
-    codes = gl.load(gl.expand_dims(address, 1) + (begin + column), mask=gl.expand_dims(there, 1), other=0)
-    if ITEM < _GROUPS:
-        scale = gl.load(address + (_GROUPS * _ITEM + ITEM), mask=there, other=0)
-        return codes, scale.to(gl.float32, bitcast=True)
-    else:
-        return codes, gl.where(there, float("inf"), NONE)
+def _load(address, there, CODES: gl.constexpr, RIGHT: gl.constexpr):
+    """(codes int32 [64, 32], scales fp32 [64]) of both groups of a half of a block."""
+    column = gl.expand_dims(gl.arange(0, _GROUP, layout=gl.SliceLayout(0, CODES)), 0)
+    begin = gl.expand_dims(address, 1) + (RIGHT * 2 * _GROUP + column)
+    mask = gl.expand_dims(there, 1)
+    scales = address + (_GROUPS * _GROUP + RIGHT * 2)
+    codes = (gl.load(begin, mask=mask, other=0), gl.load(begin + _GROUP, mask=mask, other=0))
+    scale = (gl.load(scales, mask=there, other=0), gl.load(scales + 1, mask=there, other=0))
+    return codes, (scale[0].to(gl.float32, bitcast=True), scale[1].to(gl.float32, bitcast=True))
 
 
 @gluon.jit
-def _store(item, phase, buffers, barriers, SIDE: gl.constexpr, ITEM: gl.constexpr):
-    """One item of a block into its stage, when that is free; tells consumers of the last of a half."""
-    codes, scale = item
-    if ITEM == _GROUPS:
-        # k_rope has one stage: it is freed by the block before, of the other side
-        mbarrier.wait(barriers.rope_empty, phase)
-        _as_words(buffers.k_rope.index(0)).store(_lower(codes))
-        buffers.bound.index(SIDE).store(scale)
-        if _FENCE:
-            fence_async_shared()
-        mbarrier.arrive(barriers.rope_full, count=1)
-    else:
-        keys = buffers.k_left if ITEM < 2 else buffers.k_right
-        full = barriers.left_full if ITEM < 2 else barriers.right_full
-        empty = barriers.left_empty if ITEM < 2 else barriers.right_empty
-        pairs = _dequantise(codes, scale)
-        if ITEM % 2 == 0:
-            mbarrier.wait(empty.index(SIDE), phase)
-        _as_words(keys.index(SIDE)).slice(ITEM % 2 * (2 * _ITEM), 2 * _ITEM, dim=1).store(pairs)
-        if ITEM % 2 == 1:
-            if _FENCE:
-                fence_async_shared()
-            mbarrier.arrive(full.index(SIDE), count=1)
+def _copy_rope(slots, pool, phase, buffers, barriers, SIDE: gl.constexpr):
+    """Rope of a block into its stage, when that is free, and which of its lanes count."""
+    STAGES: gl.constexpr = buffers.k_rope.shape[0]
+    stage: gl.constexpr = SIDE if STAGES == 2 else 0
+    address, there = _addresses(pool, slots)
+    column = gl.expand_dims(gl.arange(0, _GROUP, layout=gl.SliceLayout(0, _COPIED)), 0)
+    begin = gl.expand_dims(address, 1) + (_GROUPS * _GROUP + _GROUPS + column)
+    mbarrier.wait(barriers.rope_empty.index(stage), phase)
+    copy(_as_words(buffers.k_rope.index(stage)), begin, mask=gl.expand_dims(there, 1))
+    async_copy.mbarrier_arrive(barriers.rope_full.index(stage), increment_count=False)
+    buffers.bound.index(SIDE).store(gl.where(there, float("inf"), NONE))
+    mbarrier.arrive(barriers.rope_full.index(stage), count=1)
+
+
+@gluon.jit
+def store_q_rope(heads, rows, tile, buffer):
+    """Rope of the queries of a tile times 2^-60 into ``buffer`` [N, 64]; 0 for heads past the last."""
+    N: gl.constexpr = buffer.shape[0]
+    row, _split, head0 = place_of_tile(rows, tile)
+    head = head0 + gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(1, _QUERIES)), 1)
+    column = gl.expand_dims(gl.arange(0, ROPE, layout=gl.SliceLayout(0, _QUERIES)), 0)
+    begin = heads.q_rope + row.to(gl.int64) * heads.q_rope_row
+    values = gl.load(begin + (head * heads.q_rope_head + column), mask=head < heads.H, other=0.0)
+    buffer.store((values.to(gl.float32) * (1.0 / LIFT)).to(gl.bfloat16))
+    fence_async_shared()
+
+
+@gluon.jit
+def _fetch_queries(q_desc, heads, rows, tile, parity, buffers, barriers):
+    fetch_queries(q_desc, rows, tile, parity, buffers, barriers)
+    store_q_rope(heads, rows, tile, tile_of(buffers.q_rope, 0))
+    mbarrier.arrive(barriers.q_full, count=1)
+
+
+@gluon.jit
+def _first_group(half, phase, barriers, SIDE: gl.constexpr, RIGHT: gl.constexpr):
+    """The first group of a half, dequantised, when its stage is free.
+
+    ptxas gives most loads one scoreboard: the first use of one waits for the newest. So whatever is loaded ahead is
+    loaded between this and _store, and has the time of a conversion to arrive.
+    """
+    codes, scales = half
+    pairs = _dequantise(codes[0], scales[0])
+    empty = barriers.right_empty if RIGHT else barriers.left_empty
+    mbarrier.wait(empty.index(SIDE), phase)
+    return pairs
+
+
+@gluon.jit
+def _store(pairs, half, buffers, barriers, SIDE: gl.constexpr, RIGHT: gl.constexpr):
+    """The first group of a half and its second, dequantised here, into their stage."""
+    codes, scales = half
+    tile = _as_words((buffers.k_right if RIGHT else buffers.k_left).index(SIDE))
+    full = barriers.right_full if RIGHT else barriers.left_full
+    tile.slice(0, 2 * _GROUP, dim=1).store(pairs)
+    tile.slice(2 * _GROUP, 2 * _GROUP, dim=1).store(_dequantise(codes[1], scales[1]))
+    fence_async_shared()
+    mbarrier.arrive(full.index(SIDE), count=1)
 
 
 @gluon.jit
 def produce_dequantised(
     q_desc,
-    q_rope_desc,
+    heads,
     pool,
     rows,
     ntiles,
@@ -182,44 +210,50 @@ def produce_dequantised(
     PAGED: gl.constexpr,
     SIDES: gl.constexpr,
     FIRST: gl.constexpr,
-    ITEMS: gl.constexpr,
+    HALVES: gl.constexpr,
 ):
-    """2 to 5 items of each block from FIRST on, 2 or 3 of them under way; queries too, if there is a q_desc."""
+    """HALVES of each block from FIRST on, rope with the right one; queries too, if there is a q_desc."""
     STEP: gl.constexpr = SIDES * KEYS
-    AHEAD: gl.constexpr = 3 if ITEMS > 2 else 2
+    LAST: gl.constexpr = FIRST + HALVES - 1
+    ROWS: gl.constexpr = gl.SliceLayout(1, _CODES)
+    COPIED_ROWS: gl.constexpr = gl.SliceLayout(1, _COPIED)
     first = gl.program_id(0)
     hop = gl.num_programs(0)
     phase = 1
     parity = 0
     for tile in range(first, ntiles, hop):
         n, offset = lanes_of_tile(rows, tile, PAGED, STEP)
-        address, there = _addresses(pool, slots_of_block(rows, offset, 0, n, PAGED, _ROWS))
-        slots = slots_of_block(rows, offset, 1, n, PAGED, _ROWS)
-        queue = (_item(address, there, FIRST), _item(address, there, FIRST + 1))
-        if AHEAD > 2:
-            queue = queue + (_item(address, there, FIRST + 2),)  # type: ignore[assignment]
+        address, there = _addresses(pool, slots_of_block(rows, offset, 0, n, PAGED, ROWS))
+        half = _load(address, there, _CODES, FIRST)
+        slots = slots_of_block(rows, offset, 1, n, PAGED, ROWS)
+        if LAST == 1:
+            rope_slots = slots_of_block(rows, offset, 0, n, PAGED, COPIED_ROWS)
         if q_desc is not None:  # noqa: SIM102 (decided when compiled)
             if tile == first:
-                fetch_queries(q_desc, q_rope_desc, rows, tile, parity, buffers, barriers)
+                _fetch_queries(q_desc, heads, rows, tile, parity, buffers, barriers)
         for step in range(steps_of(n, STEP)):
             for side in gl.static_range(SIDES):
-                next_address, next_there = _addresses(pool, slots)
-                slots = slots_of_block(rows, offset, SIDES * step + side + 2, n, PAGED, _ROWS)
-                for i in gl.static_range(ITEMS):
-                    # the one stage of rope passes from side to side, so the parity of its phase does
-                    if FIRST + i < _GROUPS or SIDES == 1:
-                        _store(queue[0], phase, buffers, barriers, side, FIRST + i)
-                    else:
-                        _store(queue[0], 1 - side, buffers, barriers, side, FIRST + i)
-                    if i + AHEAD < ITEMS:
-                        queue = queue[1:] + (_item(address, there, FIRST + i + AHEAD),)
-                    else:
-                        queue = queue[1:] + (_item(next_address, next_there, FIRST + i + AHEAD - ITEMS),)
-                address = next_address
-                there = next_there
+                if HALVES == 2:
+                    pairs = _first_group(half, phase, barriers, side, 0)
+                    following = _load(address, there, _CODES, 1)
+                    _store(pairs, half, buffers, barriers, side, 0)
+                    half = following
+                address, there = _addresses(pool, slots)
+                if LAST == 1:
+                    if SIDES == 1 or buffers.k_rope.shape[0] == 2:
+                        _copy_rope(rope_slots, pool, phase, buffers, barriers, side)
+                    else:  # the parity of the one stage passes from side to side
+                        _copy_rope(rope_slots, pool, 1 - side, buffers, barriers, side)
+                pairs = _first_group(half, phase, barriers, side, LAST)
+                following = _load(address, there, _CODES, FIRST)
+                slots = slots_of_block(rows, offset, SIDES * step + side + 2, n, PAGED, ROWS)
+                if LAST == 1:
+                    rope_slots = slots_of_block(rows, offset, SIDES * step + side + 1, n, PAGED, COPIED_ROWS)
+                _store(pairs, half, buffers, barriers, side, LAST)
+                half = following
                 # until the last tile is written, the queries' place holds its output; the second rope needs them
                 if side == 0 and q_desc is not None:  # noqa: SIM102 (decided when compiled)
                     if (step == 0) & (tile != first):
-                        fetch_queries(q_desc, q_rope_desc, rows, tile, parity, buffers, barriers)
+                        _fetch_queries(q_desc, heads, rows, tile, parity, buffers, barriers)
             phase ^= 1
         parity ^= 1

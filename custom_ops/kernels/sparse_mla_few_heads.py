@@ -26,7 +26,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from compiled_dsa.custom_ops.kernels.common import multiprocessors
-from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, produce_dequantised
+from compiled_dsa.custom_ops.kernels.sparse_mla_consume import Heads
+from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, produce_dequantised, store_q_rope
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     HALF,
     KEYS,
@@ -34,11 +35,11 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     NONE,
     ROPE,
     L,
-    R,
     Rows,
     lanes_of_tile,
     place_of_tile,
     steps_of,
+    tile_of,
 )
 from compiled_dsa.custom_ops.layout import PAGE
 
@@ -65,7 +66,7 @@ class _Buffers(NamedTuple):
     q_rope: gl.shared_memory_descriptor  # bf16 [1, 1, N, 64]
     k_left: gl.shared_memory_descriptor  # bf16 [2, 64, 256]
     k_right: gl.shared_memory_descriptor
-    k_rope: gl.shared_memory_descriptor  # bf16 [1, 64, 64]
+    k_rope: gl.shared_memory_descriptor  # bf16 [2, 64, 64]
     bound: gl.shared_memory_descriptor  # fp32 [2, 64]
     weights: gl.shared_memory_descriptor  # bf16 [1, N, 64]
 
@@ -82,15 +83,6 @@ class _Barriers(NamedTuple):
     rope_empty: gl.shared_memory_descriptor
 
 
-class _Outputs(NamedTuple):
-    H: gl.tensor
-    o_desc: tma.tensor_descriptor  # bf16 [S T, H, 512]
-    sinks: gl.tensor | None  # fp32 [H]
-    lse: gl.tensor  # fp32 [S T, H]
-    lse_row: gl.tensor  # stride
-    lse_head: gl.tensor
-
-
 @gluon.jit
 def _finite(maximum):
     """The value to subtract before exponentiating: 0 where nothing was seen, so that exp2(-inf - x) is 0, not NaN."""
@@ -98,16 +90,7 @@ def _finite(maximum):
 
 
 @gluon.jit
-def _flat(queries, varying):
-    """[N, columns] of a buffer of queries, which the copy engine fills in three dims."""
-    tile = queries.index(varying)
-    return tile.reshape([tile.shape[1], tile.shape[2]])
-
-
-@gluon.jit
-def _block(
-    left, right, total, maximum, step, rope_phase, buffers, barriers, unit, zero, SIDE: gl.constexpr, S: gl.constexpr
-):
+def _block(left, right, total, maximum, step, buffers, barriers, unit, zero, SIDE: gl.constexpr, S: gl.constexpr):
     """Scores a block and adds it to the sums [256, N] of the left and right latents; S is the layout of all products.
 
     ``zero`` is 0 at run time: stages that seem to vary do not have their descriptors kept in registers.
@@ -119,20 +102,19 @@ def _block(
     scores = gl.zeros([KEYS, N], gl.float32, layout=S)
     mbarrier.wait(barriers.left_full.index(SIDE), phase)
     fence_async_shared()
-    queries = _flat(buffers.q_left, varying).permute((1, 0))
+    queries = tile_of(buffers.q_left, varying).permute((1, 0))
     scores = warpgroup_mma(buffers.k_left.index(own), queries, scores, use_acc=False, is_async=True)
     mbarrier.wait(barriers.right_full.index(SIDE), phase)
     fence_async_shared()
-    queries = _flat(buffers.q_right, varying).permute((1, 0))
+    queries = tile_of(buffers.q_right, varying).permute((1, 0))
     scores = warpgroup_mma(buffers.k_right.index(own), queries, scores, is_async=True)
-    mbarrier.wait(barriers.rope_full, rope_phase)
+    mbarrier.wait(barriers.rope_full.index(SIDE), phase)
     fence_async_shared()
-    queries = _flat(buffers.q_rope, varying).permute((1, 0))
-    scores = warpgroup_mma(buffers.k_rope.index(varying), queries, scores, is_async=True)
+    queries = tile_of(buffers.q_rope, varying).permute((1, 0))
+    scores = warpgroup_mma(buffers.k_rope.index(own), queries, scores, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(barriers.rope_empty, count=1)
-    # a stage's next bound comes behind latents that wait for it to be free
-    bound = buffers.bound.index(SIDE).load(gl.SliceLayout(1, S))
+    bound = buffers.bound.index(SIDE).load(gl.SliceLayout(1, S))  # the next one comes with the next rope
+    mbarrier.arrive(barriers.rope_empty.index(SIDE), count=1)
     # the smaller of NaN and -inf is -inf: lanes without token weigh nothing whatever the query of a padding row holds
     scores = gl.minimum(scores, gl.expand_dims(bound, 1))
     new = gl.maximum(maximum, gl.max(scores, axis=0) * unit)
@@ -152,7 +134,7 @@ def _block(
 
 
 @gluon.jit
-def _consume(q_desc, q_rope_desc, outputs, rows, ntiles, unit, zero, buffers, barriers, SIDES: gl.constexpr):
+def _consume(q_desc, heads, rows, ntiles, unit, zero, buffers, barriers, SIDES: gl.constexpr):
     N: gl.constexpr = buffers.weights.shape[1]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     STEP: gl.constexpr = SIDES * KEYS
@@ -161,10 +143,10 @@ def _consume(q_desc, q_rope_desc, outputs, rows, ntiles, unit, zero, buffers, ba
     for tile in range(gl.program_id(0), ntiles, gl.num_programs(0)):
         row, split, _head = place_of_tile(rows, tile)
         part = split * rows.number + row
-        mbarrier.expect(barriers.q_full, N * (LATENT + ROPE) * 2)
+        mbarrier.expect(barriers.q_full, N * LATENT * 2)
         _tma_load(q_desc, [row, 0, 0], barriers.q_full, buffers.q_left.index(0))
         _tma_load(q_desc, [row, 0, HALF], barriers.q_full, buffers.q_right.index(0))
-        _tma_load(q_rope_desc, [row, 0, 0], barriers.q_full, buffers.q_rope.index(0))
+        store_q_rope(heads, rows, tile, tile_of(buffers.q_rope, 0))
         n, _offset = lanes_of_tile(rows, tile, False, STEP)
         left = gl.zeros([HALF, N], gl.float32, layout=S)
         right = gl.zeros([HALF, N], gl.float32, layout=S)
@@ -177,35 +159,35 @@ def _consume(q_desc, q_rope_desc, outputs, rows, ntiles, unit, zero, buffers, ba
             step = begin + i
             if SIDES == 1:
                 left, right, total, maximum = _block(
-                    left, right, total, maximum, step, step & 1, buffers, barriers, unit, zero, 0, S
+                    left, right, total, maximum, step, buffers, barriers, unit, zero, 0, S
                 )
             else:
                 left, right, total, maximum = _block(
-                    left, right, total, maximum, step, 0, buffers, barriers, unit, zero, 0, S
+                    left, right, total, maximum, step, buffers, barriers, unit, zero, 0, S
                 )
                 left, right, total, maximum = _block(
-                    left, right, total, maximum, step, 1, buffers, barriers, unit, zero, 1, S
+                    left, right, total, maximum, step, buffers, barriers, unit, zero, 1, S
                 )
         begin += steps
         total = gl.sum(total, axis=0)
         head = gl.arange(0, N, layout=gl.SliceLayout(0, S))
         log_sum = gl.where(total == 0.0, NONE, (maximum + gl.log2(total)) * _LN2)
-        where = outputs.lse + part.to(gl.int64) * outputs.lse_row + head * outputs.lse_head
-        gl.store(where, log_sum, mask=head < outputs.H)
+        where = heads.lse + part.to(gl.int64) * heads.lse_row + head * heads.lse_head
+        gl.store(where, log_sum, mask=head < heads.H)
         factor = gl.full([N], LIFT, gl.float32, layout=gl.SliceLayout(0, S))
-        if outputs.sinks is not None:
-            sink = gl.load(outputs.sinks + head, mask=head < outputs.H, other=NONE) * _LOG2E
+        if heads.sinks is not None:
+            sink = gl.load(heads.sinks + head, mask=head < heads.H, other=NONE) * _LOG2E
             top = _finite(gl.maximum(maximum, sink))
             shrink = gl.exp2(maximum - top)
             factor = factor * shrink
             total = total * shrink + gl.exp2(sink - top)
         factor = gl.expand_dims(factor / gl.where(total == 0.0, 1.0, total), 0)
         # the queries were read by the last scores, so the output may take their place
-        _flat(buffers.q_left, 0).permute((1, 0)).store((left * factor).to(gl.bfloat16))
-        _flat(buffers.q_right, 0).permute((1, 0)).store((right * factor).to(gl.bfloat16))
+        tile_of(buffers.q_left, 0).permute((1, 0)).store((left * factor).to(gl.bfloat16))
+        tile_of(buffers.q_right, 0).permute((1, 0)).store((right * factor).to(gl.bfloat16))
         fence_async_shared()
-        _tma_store(outputs.o_desc, [part, 0, 0], buffers.q_left.index(0))
-        _tma_store(outputs.o_desc, [part, 0, HALF], buffers.q_right.index(0))
+        _tma_store(heads.o_desc, [part, 0, 0], buffers.q_left.index(0))
+        _tma_store(heads.o_desc, [part, 0, HALF], buffers.q_right.index(0))
         tma.store_wait(0)
         parity ^= 1
 
@@ -213,7 +195,7 @@ def _consume(q_desc, q_rope_desc, outputs, rows, ntiles, unit, zero, buffers, ba
 @gluon.jit(do_not_specialize=["lse_row", "lse_head", "width", "pages", "number", "splits", "H", "ntiles", "zero"])
 def _attend(
     q_desc,  # bf16 [T, H, 512]
-    q_rope_desc,  # bf16 [T, H, 64]
+    q_rope,  # bf16 [T, H, 64], last dim dense
     o_desc,  # bf16 [S T, H, 512]
     pool,  # uint8 [P, 64, 656] as int32
     ids,  # int32 [T, K] slots, or [B, maxP] page table when PAGED
@@ -222,6 +204,8 @@ def _attend(
     sinks,  # fp32 [H] or None
     lse,  # fp32 [S T, H]
     scale,
+    q_rope_row,
+    q_rope_head,
     ids_row,
     lse_row,
     lse_head,
@@ -245,7 +229,7 @@ def _attend(
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [1, 1, N, ROPE], _QUERIES),
         k_left=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, HALF], _TILE),
         k_right=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, HALF], _TILE),
-        k_rope=gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, ROPE], _TILE),
+        k_rope=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, ROPE], _TILE),
         bound=gl.allocate_shared_memory(gl.float32, [2, KEYS], _VECTOR),
         weights=gl.allocate_shared_memory(gl.bfloat16, [1, N, KEYS], _TILE),
     )
@@ -256,26 +240,28 @@ def _attend(
         right_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         left_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         right_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        rope_full=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        rope_empty=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        rope_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        rope_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     mbarrier.init(barriers.q_full, count=1)
-    mbarrier.init(barriers.rope_full, count=1)
-    mbarrier.init(barriers.rope_empty, count=1)
     for stage in gl.static_range(2):
         mbarrier.init(barriers.left_full.index(stage), count=1)
         mbarrier.init(barriers.right_full.index(stage), count=1)
         mbarrier.init(barriers.left_empty.index(stage), count=1)
         mbarrier.init(barriers.right_empty.index(stage), count=1)
+        mbarrier.init(
+            barriers.rope_full.index(stage), count=129
+        )  # each producer thread, as its copies arrive, and once
+        mbarrier.init(barriers.rope_empty.index(stage), count=1)
     fence_async_shared()
     rows = Rows(ids, ids_row, width, count, req_of_row, pages, number, splits, 1)
-    outputs = _Outputs(H, o_desc, sinks, lse, lse_row, lse_head)
+    heads = Heads(H, q_rope, q_rope_row, q_rope_head, o_desc, sinks, lse, lse_row, lse_head)
     unit = scale * _LOG2E * LIFT
     gl.warp_specialize(
         [
-            (_consume, (q_desc, q_rope_desc, outputs, rows, ntiles, unit, zero, buffers, barriers, SIDES)),
-            (produce_dequantised, (None, None, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 0, 2)),
-            (produce_dequantised, (None, None, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 2, 3)),
+            (_consume, (q_desc, heads, rows, ntiles, unit, zero, buffers, barriers, SIDES)),
+            (produce_dequantised, (None, heads, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 0, 1)),
+            (produce_dequantised, (None, heads, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 1, 1)),
         ],
         [4, 4],
         [_PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
@@ -295,7 +281,7 @@ def launch(
     tiles = T * splits
     _attend[(min(multiprocessors(pool.device), tiles),)](
         TensorDescriptor.from_tensor(q_latent, [1, heads, L // 2], layout),
-        TensorDescriptor.from_tensor(q_rope, [1, heads, R], layout),
+        q_rope,
         TensorDescriptor.from_tensor(out, [1, heads, L // 2], layout),
         pool.view(torch.int32),
         ids,
@@ -304,6 +290,8 @@ def launch(
         sinks,
         lse,
         scale,
+        q_rope.stride(0),
+        q_rope.stride(1),
         ids.stride(0),
         *lse.stride()[-2:],
         ids.shape[1] * (PAGE if topk is None else 1),

@@ -26,7 +26,7 @@ GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 GATHER_ROWS = gl.constexpr(gl.SliceLayout(1, GATHER))
 
 # Triton 3.9 has renamed them.
-_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 _tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
@@ -131,7 +131,7 @@ def _gather_left(stage, phase, keys, there, buffers, barriers):
     between its parts, and their offsets are immediates."""
     column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, GATHER)), 0)
     mbarrier.wait(barriers.left_empty.index(stage), phase)
-    _copy(buffers.k_left.index(stage), keys + column, mask=there)
+    copy(buffers.k_left.index(stage), keys + column, mask=there)
     async_copy.mbarrier_arrive(barriers.left_full.index(stage), increment_count=False)
 
 
@@ -141,23 +141,26 @@ def _gather_right(stage, phase, keys, there, bound, buffers, barriers):
     column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, GATHER)), 0)
     rope_column = gl.expand_dims(gl.arange(0, ROPE, layout=gl.SliceLayout(0, GATHER)), 0)
     mbarrier.wait(barriers.right_empty.index(stage), phase)
-    _copy(buffers.k_right.index(stage), keys + (HALF + column), mask=there)
-    _copy(buffers.k_rope.index(stage), keys + (LATENT + rope_column), mask=there)
+    copy(buffers.k_right.index(stage), keys + (HALF + column), mask=there)
+    copy(buffers.k_rope.index(stage), keys + (LATENT + rope_column), mask=there)
     async_copy.mbarrier_arrive(barriers.right_full.index(stage), increment_count=False)
     buffers.bound.index(stage).store(bound)
     mbarrier.arrive(barriers.right_full.index(stage), count=1)
 
 
 @gluon.jit
-def fetch_queries(q_desc, q_rope_desc, rows, tile, parity, buffers, barriers):
-    """The queries follow the first blocks: until the last tile is written, they hold its output."""
+def tile_of(queries, varying):
+    """[heads, columns] of a buffer of queries, which the copy engine fills in three dims."""
+    tile = queries.index(varying)
+    return tile.reshape([tile.shape[1], tile.shape[2]])
+
+
+@gluon.jit
+def fetch_queries(q_desc, rows, tile, parity, buffers, barriers):
+    """The queries' latents follow the first blocks: until the last tile is written, they hold its output."""
     row, _split, head = place_of_tile(rows, tile)
     mbarrier.wait(barriers.q_empty, parity ^ 1)
-    if q_rope_desc is None:
-        mbarrier.expect(barriers.q_full, TILE_HEADS * LATENT * 2)
-    else:
-        mbarrier.expect(barriers.q_full, TILE_HEADS * (LATENT + ROPE) * 2)
-        _tma_load(q_rope_desc, [row, head, 0], barriers.q_full, buffers.q_rope.index(0))
+    mbarrier.expect(barriers.q_full, TILE_HEADS * LATENT * 2)
     _tma_load(q_desc, [row, head, 0], barriers.q_full, buffers.q_left.index(0))
     _tma_load(q_desc, [row, head, HALF], barriers.q_full, buffers.q_right.index(0))
 
@@ -191,7 +194,7 @@ def produce(q_desc, pool, rows, ntiles, buffers, barriers, PAGED: gl.constexpr, 
                 _gather_left(side, phase, keys, there, buffers, barriers)
                 _gather_right(side, phase, keys, there, bound, buffers, barriers)
             if step == 0:
-                fetch_queries(q_desc, None, rows, tile, parity, buffers, barriers)
+                fetch_queries(q_desc, rows, tile, parity, buffers, barriers)
             phase ^= 1
         n = next_n
         offset = next_offset

@@ -39,7 +39,6 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     Barriers,
     Buffers,
     L,
-    R,
     Rows,
     produce,
 )
@@ -51,15 +50,14 @@ _VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # Registers of a thread of the right consumer and of the producer; the left consumer has what they leave of 504.
 _BF16_REGISTERS = gl.constexpr((232, 40))
-_FP8_REGISTERS = gl.constexpr((200, 104))  # the producer holds three items of codes
+_FP8_REGISTERS = gl.constexpr((200, 104))  # the producer holds both halves of a block
 
 
 @gluon.jit(do_not_specialize=["lse_row", "lse_head", "width", "pages", "number", "splits", "H", "ntiles", "zero"])
 def _attend(
     q_desc,  # bf16 [T, H, 512]
-    q_rope_desc,  # bf16 [T, H, 64], of an fp8 pool
     o_desc,  # bf16 [S T, H, 512]; may be the queries' own memory: a tile is written after its one program has read it
-    q_rope,  # bf16 [T, H, 64], last dim dense, of a bf16 pool
+    q_rope,  # bf16 [T, H, 64], last dim dense
     pool,  # bf16 [P, 64, 576], or uint8 [P, 64, 656]
     ids,  # int32 [T, K] slots, or [B, maxP] page table when PAGED
     count,
@@ -83,7 +81,7 @@ def _attend(
     SIDES: gl.constexpr,
     EARLY: gl.constexpr,
 ):
-    FP8: gl.constexpr = q_rope_desc is not None
+    FP8: gl.constexpr = pool.dtype.element_ty == gl.int32
     if EARLY:
         gdc_launch_dependents()  # the programs that combine start and wait
     ROPES: gl.constexpr = 1 if FP8 else 2
@@ -110,16 +108,16 @@ def _attend(
         left_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         right_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         weights_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        rope_full=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        rope_empty=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        rope_full=gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
+        rope_empty=gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
     )
-    mbarrier.init(barriers.q_full, count=1)
+    mbarrier.init(barriers.q_full, count=2 if FP8 else 1)
     mbarrier.init(barriers.q_empty, count=2)
     mbarrier.init(barriers.total_full, count=2)
-    mbarrier.init(barriers.rope_full, count=1)
-    mbarrier.init(barriers.rope_empty, count=1)
+    mbarrier.init(barriers.rope_full.index(0), count=129)
+    mbarrier.init(barriers.rope_empty.index(0), count=1)
     for stage in gl.static_range(2):
-        # of a bf16 pool: each producer thread, as its copies arrive, and once for the bound
+        # where copies fill it: each producer thread, as its copies arrive, and once for the bound
         mbarrier.init(barriers.left_full.index(stage), count=1 if FP8 else 128)
         mbarrier.init(barriers.right_full.index(stage), count=1 if FP8 else 129)
         mbarrier.init(barriers.left_empty.index(stage), count=1)
@@ -137,7 +135,7 @@ def _attend(
                 (consume, (heads, rows, ntiles, unit, zero, buffers, barriers, 1, SIDES)),
                 (
                     produce_dequantised,
-                    (q_desc, q_rope_desc, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 0, 5),
+                    (q_desc, heads, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 0, 2),
                 ),
             ],
             [4, 4],
@@ -193,9 +191,8 @@ def launch(
     tiles = T * splits * -(-H // HEADS)
     _attend[(min(multiprocessors(pool.device), tiles),)](
         TensorDescriptor.from_tensor(q_latent, [1, HEADS, L // 2], layout),
-        TensorDescriptor.from_tensor(q_rope, [1, HEADS, R], layout) if fp8 else None,
         TensorDescriptor.from_tensor(out, [1, HEADS, L // 2], layout),
-        None if fp8 else q_rope,
+        q_rope,
         pool.view(torch.int32) if fp8 else pool,
         ids,
         count,
