@@ -39,8 +39,9 @@ _ROW = gl.constexpr((512 + 4 * 4 + 2 * 64) // 4)
 _CODES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 _WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 
-_COPIED = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))  # rope of 4 keys a thread, 16 bytes of each
 _QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 # Triton 3.9 has renamed it.
 _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -50,7 +51,7 @@ _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 # 2^67 leaves the range.
 LIFT = gl.constexpr(2.0**60)
 
-# $2: 4 codes; $3: the factor, twice. prmt puts the sign of a code into the byte above it: 4 bits up, it is in its place.
+# $2: 4 codes; $3: the factor, twice. prmt puts the sign of a code into the byte above it: 4 bits up, it is in place.
 _TO_BF16 = gl.constexpr("""
 {
 .reg .b32 low, high;
@@ -103,11 +104,20 @@ def _as_words(tile):
 
 
 @gluon.jit
-def _dequantise(codes, scale):
-    """bf16 pairs (int32 [64, 64]) of e4m3 ``codes`` (int32 [64, 32], 4 each) with one scale a row (fp32 [64])."""
-    factor = gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [scale * LIFT], gl.int32, is_pure=True, pack=1
+def _factor(scale):
+    """A scale (fp32 [64]) times 2^60 in bf16, twice (int32 [64]). The first thing that is done with what was loaded.
+
+    ptxas gives most loads one scoreboard: the first use of one waits for the newest. So what is loaded ahead must be
+    loaded after this, which therefore stays in its place (it is not called pure).
+    """
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [scale * LIFT], gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def _dequantise(codes, factor):
+    """bf16 pairs (int32 [64, 64]) of e4m3 ``codes`` (int32 [64, 32], 4 each) with one factor a row."""
     factor, codes = gl.broadcast(gl.expand_dims(factor, 1), codes)
     factor = gl.inline_asm_elementwise(
         _FACTOR_OF_16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [codes, factor], gl.int32, is_pure=True, pack=4
@@ -138,12 +148,11 @@ def _load(address, there, CODES: gl.constexpr, RIGHT: gl.constexpr):
 
 
 @gluon.jit
-def _copy_rope(slots, pool, phase, buffers, barriers, SIDE: gl.constexpr):
+def _copy_rope(address, there, phase, buffers, barriers, SIDE: gl.constexpr):
     """Rope of a block into its stage, when that is free, and which of its lanes count."""
     STAGES: gl.constexpr = buffers.k_rope.shape[0]
     stage: gl.constexpr = SIDE if STAGES == 2 else 0
-    address, there = _addresses(pool, slots)
-    column = gl.expand_dims(gl.arange(0, _GROUP, layout=gl.SliceLayout(0, _COPIED)), 0)
+    column = gl.expand_dims(gl.arange(0, _GROUP, layout=gl.SliceLayout(0, _CODES)), 0)
     begin = gl.expand_dims(address, 1) + (_GROUPS * _GROUP + _GROUPS + column)
     mbarrier.wait(barriers.rope_empty.index(stage), phase)
     copy(_as_words(buffers.k_rope.index(stage)), begin, mask=gl.expand_dims(there, 1))
@@ -173,27 +182,25 @@ def _fetch_queries(q_desc, heads, rows, tile, parity, buffers, barriers):
 
 
 @gluon.jit
-def _first_group(half, phase, barriers, SIDE: gl.constexpr, RIGHT: gl.constexpr):
-    """The first group of a half, dequantised, when its stage is free.
-
-    ptxas gives most loads one scoreboard: the first use of one waits for the newest. So whatever is loaded ahead is
-    loaded between this and _store, and has the time of a conversion to arrive.
-    """
-    codes, scales = half
-    pairs = _dequantise(codes[0], scales[0])
+def _factors(half, phase, barriers, SIDE: gl.constexpr, RIGHT: gl.constexpr):
+    """Those of both groups of a half that has arrived, when its stage is free: now the next half may be loaded."""
+    _codes, scales = half
+    factors = _factor(scales[0]), _factor(scales[1])
     empty = barriers.right_empty if RIGHT else barriers.left_empty
     mbarrier.wait(empty.index(SIDE), phase)
-    return pairs
+    return factors
 
 
 @gluon.jit
-def _store(pairs, half, buffers, barriers, SIDE: gl.constexpr, RIGHT: gl.constexpr):
-    """The first group of a half and its second, dequantised here, into their stage."""
-    codes, scales = half
+def _store(half, factors, buffers, barriers, SIDE: gl.constexpr, RIGHT: gl.constexpr, HALVES: gl.constexpr):
+    """A half, dequantised, into its stage."""
+    codes, _scales = half
     tile = _as_words((buffers.k_right if RIGHT else buffers.k_left).index(SIDE))
     full = barriers.right_full if RIGHT else barriers.left_full
-    tile.slice(0, 2 * _GROUP, dim=1).store(pairs)
-    tile.slice(2 * _GROUP, 2 * _GROUP, dim=1).store(_dequantise(codes[1], scales[1]))
+    if HALVES == 2:  # with fewer registers, ptxas would put the loads that come before behind the conversion
+        _barrier()
+    for i in gl.static_range(2):
+        tile.slice(2 * _GROUP * i, 2 * _GROUP, dim=1).store(_dequantise(codes[i], factors[i]))
     fence_async_shared()
     mbarrier.arrive(full.index(SIDE), count=1)
 
@@ -216,7 +223,6 @@ def produce_dequantised(
     STEP: gl.constexpr = SIDES * KEYS
     LAST: gl.constexpr = FIRST + HALVES - 1
     ROWS: gl.constexpr = gl.SliceLayout(1, _CODES)
-    COPIED_ROWS: gl.constexpr = gl.SliceLayout(1, _COPIED)
     first = gl.program_id(0)
     hop = gl.num_programs(0)
     phase = 1
@@ -226,30 +232,26 @@ def produce_dequantised(
         address, there = _addresses(pool, slots_of_block(rows, offset, 0, n, PAGED, ROWS))
         half = _load(address, there, _CODES, FIRST)
         slots = slots_of_block(rows, offset, 1, n, PAGED, ROWS)
-        if LAST == 1:
-            rope_slots = slots_of_block(rows, offset, 0, n, PAGED, COPIED_ROWS)
         if q_desc is not None:  # noqa: SIM102 (decided when compiled)
             if tile == first:
                 _fetch_queries(q_desc, heads, rows, tile, parity, buffers, barriers)
         for step in range(steps_of(n, STEP)):
             for side in gl.static_range(SIDES):
                 if HALVES == 2:
-                    pairs = _first_group(half, phase, barriers, side, 0)
+                    factors = _factors(half, phase, barriers, side, 0)
                     following = _load(address, there, _CODES, 1)
-                    _store(pairs, half, buffers, barriers, side, 0)
+                    _store(half, factors, buffers, barriers, side, 0, HALVES)
                     half = following
-                address, there = _addresses(pool, slots)
                 if LAST == 1:
                     if SIDES == 1 or buffers.k_rope.shape[0] == 2:
-                        _copy_rope(rope_slots, pool, phase, buffers, barriers, side)
+                        _copy_rope(address, there, phase, buffers, barriers, side)
                     else:  # the parity of the one stage passes from side to side
-                        _copy_rope(rope_slots, pool, 1 - side, buffers, barriers, side)
-                pairs = _first_group(half, phase, barriers, side, LAST)
+                        _copy_rope(address, there, 1 - side, buffers, barriers, side)
+                address, there = _addresses(pool, slots)
+                factors = _factors(half, phase, barriers, side, LAST)
                 following = _load(address, there, _CODES, FIRST)
                 slots = slots_of_block(rows, offset, SIDES * step + side + 2, n, PAGED, ROWS)
-                if LAST == 1:
-                    rope_slots = slots_of_block(rows, offset, SIDES * step + side + 1, n, PAGED, COPIED_ROWS)
-                _store(pairs, half, buffers, barriers, side, LAST)
+                _store(half, factors, buffers, barriers, side, LAST, HALVES)
                 half = following
                 # until the last tile is written, the queries' place holds its output; the second rope needs them
                 if side == 0 and q_desc is not None:  # noqa: SIM102 (decided when compiled)
