@@ -185,17 +185,23 @@ def measure_time(model, pool, compiled, runtimes: dict[str, GraphRunner], rows: 
     return figures
 
 
-def host_time_by_layers(args) -> dict[int, float]:
-    """Host time of one full-graph decode step of stacks of small layers."""
+def host_time_by_layers(args) -> dict[int, dict[str, float]]:
+    """Host time of one full-graph decode step of stacks of small layers, and of the launch of its graph alone.
+
+    A graph of more kernels takes longer to launch; whatever else a step does must not take longer with more layers.
+    Layers are not compiled: what a step does on the host is the same, and there are more kernels to launch.
+    """
     result = {}
-    for layers in (1, 4):
+    for layers in (1, 4, 16):
         model, pool = served(args, layers, **SMALL)
-        runner = GraphRunner(CompiledForward(model.forward), cut=False)
+        runner = GraphRunner(CompiledForward(model.forward, backend="eager"), cut=False)
         planner = Planner(Buckets("token_sizes", (256,)), batch_sizes, MAX_LEN)
         ids, batch = random_call(DECODE, True, 64, 0, torch.Generator().manual_seed(0))
         _, step = planner.plan((ids, batch, pool), {})
         runner(step)
-        result[layers] = host_us(lambda r=runner, s=step: r(s), repeats=100)
+        (launch,) = runner.captured(step, Call(step.args, step.kwargs, step.bucket)).recording.parts
+        whole, alone = host_us(lambda r=runner, s=step: r(s), repeats=200), host_us(launch.replay, repeats=200)
+        result[layers] = {"step": whole, "launch": alone, "beside the launch": whole - alone}
     console.print(f"host us of a full decode step by layers: {result}")
     return result
 

@@ -28,6 +28,7 @@ from compiled_dsa.benchmark.peers import NotRun, Peers
 from compiled_dsa.benchmark.records import Measured
 from compiled_dsa.benchmark.reference import Oracle
 from compiled_dsa.config import DSAConfig
+from compiled_dsa.packing import pack_projections
 
 WARM_UP_STEPS = 3  # of a whole model
 
@@ -89,7 +90,7 @@ class Bench:
         if self._caches is None:
             layer = random_layer(self._config, self._device)
             self._weights = layer.state_dict()
-            self._compiled = CompiledLayer(layer, self._backend)
+            self._compiled = CompiledLayer(pack_projections(layer), self._backend)
             self._caches = Caches(self._config, self._tokens, self._device)
             self._peers = Peers(self._model, self._config, self._weights, self._topk)
 
