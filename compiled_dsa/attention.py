@@ -8,16 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from compiled_dsa import prologue
 from compiled_dsa.batch import DECODE, Batch
 from compiled_dsa.cache import LayerPools
 from compiled_dsa.config import DSAConfig
 from compiled_dsa.custom_ops.layout import compute_dtype, logical_slots
 from compiled_dsa.custom_ops.mla_prefill import mla_prefill
+from compiled_dsa.custom_ops.rotation import rotate
 from compiled_dsa.custom_ops.sparse_mla import sparse_mla_decode
 from compiled_dsa.custom_ops.store_latents import store_latents
-from compiled_dsa.indexer import Indexer
+from compiled_dsa.indexer import Indexer, write_visible_positions
 from compiled_dsa.packing import GROUPS, PackedProjections, product
-from compiled_dsa.rope import SoftmaxScaling, query_factors, rotate
+from compiled_dsa.rope import SoftmaxScaling, query_factors
 from compiled_dsa.weights import dequantize_rows, local, up_projection
 
 
@@ -112,7 +114,7 @@ class SparseAttention(PackedProjections):
         made = self.products("hidden", x, GROUPS["hidden"][: None if scores else -1], fp32=fp8)
         q, q_lora, gate = self._queries(x, made, scores)
         q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        q_rope = self._rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1), deinterleave)
+        q_rope = self.rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1), deinterleave)
         if c.query_scaling:
             factors = query_factors(self.softmax_scaling, positions, q.dtype)
             q_nope, q_rope = q_nope * factors, q_rope * factors
@@ -130,7 +132,7 @@ class SparseAttention(PackedProjections):
         latents = _scaled(self.kv_a_layernorm(latents), c.latent_scale)
         if c.k_rope_norm:
             k_rope = self.k_rope_only_layernorm(k_rope)
-        return latents, self._rotate(k_rope, cos, sin, deinterleave)
+        return latents, self.rotate(k_rope, cos, sin, deinterleave)
 
     def _queries(self, x: Tensor, made: dict[str, Tensor], scores: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries [T, H, N+R] before the rope, q_lora and the output gate of hidden states [T, hidden].
@@ -151,18 +153,23 @@ class SparseAttention(PackedProjections):
             else:
                 made.update(self.products("q_lora", q_lora, GROUPS["q_lora"][: None if scores else -1]))
                 q = product(self, "q_b_proj", q_lora, made).unflatten(-1, (-1, c.qk_head_dim))
+        return q, q_lora, gate if c.output_gate == "query" else self._gate(x, made)
+
+    def _gate(self, x: Tensor, made: dict[str, Tensor]) -> Tensor | None:
+        """The output gate that is projected from hidden states, before its sigmoid; None of a layer without."""
+        c = self.dsa_config
         if c.output_gate == "value":
-            gate = product(self, "gate_proj", x, made).unflatten(-1, (-1, c.v_head_dim))
-        elif c.output_gate == "head":
-            gate = product(self, "g_proj", x, made).unsqueeze(-1)
-        return q, q_lora, gate
+            return product(self, "gate_proj", x, made).to(x.dtype).unflatten(-1, (-1, c.v_head_dim))
+        if c.output_gate == "head":
+            return product(self, "g_proj", x, made).to(x.dtype).unsqueeze(-1)
+        return None
 
     def _dtype(self) -> torch.dtype:
         """The dtype of activations, which linear layers in fp8 do not tell."""
         norm = getattr(self, "q_a_layernorm", None) or getattr(self, "kv_a_layernorm", self.o_proj)
         return norm.weight.dtype
 
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, deinterleave: bool) -> Tensor:
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, deinterleave: bool = False) -> Tensor:
         """x [..., R] in its dtype; the angles may be in a wider one."""
         c = self.dsa_config
         if not c.qk_rope_head_dim:
@@ -260,6 +267,15 @@ class SparseAttention(PackedProjections):
             raise ValueError("positions_out is given to a layer without an indexer, or along with selected")
         positions = batch.positions if positions is None else positions
         scores = self.indexer is not None and selected is None and not batch.skip_scores
+        if selected is None and prologue.fuses(self, x, cos, pools):
+            e = prologue.prologue(self, x, cos, sin, batch, pools, scores=scores)
+            p = Projections(None, e.q_nope, e.q_rope, None, None, self._gate(x, e.made), e.made)
+            topk = None
+            if scores:
+                topk = self.indexer.choose(e.index_q, e.weights, batch, pools.index_keys, positions_out)
+            else:
+                write_visible_positions(batch, positions_out)
+            return self.attend(p, batch, pools.latents, topk), topk
         p = self.project(x, cos, sin, positions, scores=scores, fp8=scores and pools.index_keys.dtype == torch.uint8)
         if p.latents is not None:
             store_latents(pools.latents, p.latents, p.k_rope, batch.slots)

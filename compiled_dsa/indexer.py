@@ -12,9 +12,10 @@ from compiled_dsa.batch import DECODE, Batch
 from compiled_dsa.config import DSAConfig
 from compiled_dsa.custom_ops.index_topk import index_topk_decode, index_topk_prefill
 from compiled_dsa.custom_ops.layout import compute_dtype
+from compiled_dsa.custom_ops.rotation import rotate_part
 from compiled_dsa.custom_ops.store_index_keys import quantize_rows, store_index_keys
 from compiled_dsa.packing import product
-from compiled_dsa.rope import SoftmaxScaling, query_factors, rotate_part
+from compiled_dsa.rope import SoftmaxScaling, query_factors
 from compiled_dsa.weights import FP8, effective_weight, is_readable
 
 
@@ -32,6 +33,12 @@ def visible_positions(batch: Batch, K: int) -> Tensor:
     """int32 [T, K]: what is selected where every visible key is: positions 0, 1, .. of each row, then -1."""
     lanes = torch.arange(K, dtype=torch.int32, device=batch.visible.device)
     return torch.where(lanes < batch.visible[:, None], lanes, -1)
+
+
+def write_visible_positions(batch: Batch, positions_out: Tensor | None) -> None:
+    """What a selection of every visible key, which is None, leaves in ``positions_out``, if that is wanted."""
+    if positions_out is not None:
+        positions_out.copy_(visible_positions(batch, positions_out.shape[1]))
 
 
 class Indexer(nn.Module):
@@ -103,9 +110,9 @@ class Indexer(nn.Module):
         q = self._encode(q, cos.unsqueeze(1), sin.unsqueeze(1), deinterleave)
         fold = c.index_n_heads**-0.5 * c.index_head_dim**-0.5
         if not fp8:
-            return q, self._head_weights(x, fp32=False, made=made).to(compute_dtype(x.dtype)) * fold
+            return q, self.head_weights(x, fp32=False, made=made).to(compute_dtype(x.dtype)) * fold
         q, scales = quantize_rows(q, c.index_format.scale_ue8m0)
-        return q, self._head_weights(x, fp32=True, made=made).float() * fold * scales
+        return q, self.head_weights(x, fp32=True, made=made).float() * fold * scales
 
     def store(self, keys: Tensor, batch: Batch, pool: Tensor) -> None:
         """Writes the rows' keys into the pool, in its dtype. A keys-only call is this alone."""
@@ -131,12 +138,15 @@ class Indexer(nn.Module):
 
         ``positions_out``: int32 [T, K], gets their positions in the row's request, lane by lane.
         """
-        c = self.dsa_config
         fp8 = pool.dtype == torch.uint8
         positions = batch.positions if positions is None else positions
         q, weights = self.make_queries(x, q_lora, cos, sin, positions, fp8=fp8, deinterleave=deinterleave, made=made)
-        q = q if fp8 else q.to(pool.dtype)
-        topk = torch.empty(x.shape[0], c.index_topk, dtype=torch.int32, device=x.device)
+        return self.choose(q if fp8 else q.to(pool.dtype), weights, batch, pool, positions_out)
+
+    def choose(self, q: Tensor, weights: Tensor, batch: Batch, pool: Tensor, positions_out: Tensor | None) -> Tensor:
+        """As ``select``, of queries and weights that ``make_queries`` or ``encode_queries`` made."""
+        c = self.dsa_config
+        topk = torch.empty(q.shape[0], c.index_topk, dtype=torch.int32, device=q.device)
         keys = (pool, batch.page_table, batch.req_of_row, batch.visible)
         options = (positions_out, c.index_init_tokens, c.index_local_tokens)
         if batch.kind == DECODE:
@@ -168,15 +178,14 @@ class Indexer(nn.Module):
             positions_out: int32 [T, K], gets the positions of the selected keys in their requests, -1 past the last.
         """
         self.store(self.make_keys(x, cos, sin, fp8=pool.dtype == torch.uint8, made=made), batch, pool)
-        if not batch.skip_scores:
-            return self.select(x, q_lora, cos, sin, batch, pool, positions, positions_out=positions_out, made=made)
-        if positions_out is not None:
-            positions_out.copy_(visible_positions(batch, positions_out.shape[1]))
-        return None
+        if batch.skip_scores:
+            write_visible_positions(batch, positions_out)
+            return None
+        return self.select(x, q_lora, cos, sin, batch, pool, positions, positions_out=positions_out, made=made)
 
     forward = store_and_select
 
-    def _head_weights(self, x: Tensor, *, fp32: bool, made: dict[str, Tensor] | None) -> Tensor:
+    def head_weights(self, x: Tensor, *, fp32: bool, made: dict[str, Tensor] | None) -> Tensor:
         """``weights_proj`` of x [T, hidden]: [T, HI], in fp32 or as the layer itself rounds.
 
         Never in fp8, whatever the layer: its rounding decides the selection. A layer with hooks or an adapter of an

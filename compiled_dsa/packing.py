@@ -93,12 +93,15 @@ class PackedProjections(nn.Module):
 
     packs: dict[str, Pack] | None = None
 
-    def products(self, group: str, x: Tensor, names: Iterable[str], *, fp32: bool = False) -> dict[str, Tensor]:
+    def products(
+        self, group: str, x: Tensor, names: Iterable[str], *, fp32: bool = False, rounded: bool = True
+    ) -> dict[str, Tensor]:
         """Products [T, out] of x [T, in] with projections of a group, from one GEMM.
 
         Args:
             names: neighbours in ``GROUPS``.
             fp32: of ``HEAD_WEIGHTS``, not rounded to the dtype of x.
+            rounded: are the others, where the GEMM has not? False for a caller that rounds them itself.
 
         Returns:
             By name. The caller calls the projections that are missing here, which may be all.
@@ -116,7 +119,7 @@ class PackedProjections(nn.Module):
         wide = fp32 and HEAD_WEIGHTS in wanted
         product = _multiply(x, getattr(self, f"packed_{group}")[rows], None if bias is None else bias[rows], wide)
         made = dict(zip(wanted, product.split(sizes, dim=-1)))
-        return {name: part if name == HEAD_WEIGHTS else part.to(x.dtype) for name, part in made.items()}
+        return {n: part.to(x.dtype) if rounded and n != HEAD_WEIGHTS else part for n, part in made.items()}
 
     def _is_current(self, pack: Pack) -> bool:
         """Would calls of the projections multiply with what is packed?

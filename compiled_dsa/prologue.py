@@ -1,0 +1,109 @@
+"""What lies between the first GEMM of a layer and its attention, in two ops, for the layers that these know.
+
+Norms, ropes, quantisation, both stores and the weights of index heads: ten launches as plain torch after Inductor,
+whose fusions end at every reduction over columns of another kind. Layers of other kinds go on as plain torch.
+
+Legend: T rows, H heads, N nope dim, R rope dim, HI index heads, D index head dim.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from compiled_dsa.batch import Batch
+from compiled_dsa.cache import LayerPools
+from compiled_dsa.config import DSAConfig
+from compiled_dsa.custom_ops.encode_queries import encode_queries
+from compiled_dsa.custom_ops.layout import FP8
+from compiled_dsa.custom_ops.store_tokens import store_tokens
+from compiled_dsa.packing import GROUPS, product
+
+
+class Encoded(NamedTuple):
+    """Queries as the ops take them.
+
+    Attributes:
+        q_nope, q_rope: [T, H, N], and [T, H, R] after the rope.
+        index_q, weights: e4m3 [T, HI, D] and fp32 [T, HI] of index_topk; None where nothing is scored.
+        made: products of packed projections of the hidden states, by name.
+    """
+
+    q_nope: Tensor
+    q_rope: Tensor
+    index_q: Tensor | None
+    weights: Tensor | None
+    made: dict[str, Tensor]
+
+
+def known(c: DSAConfig) -> bool:
+    """Does the layer do what the ops do, and nothing else?"""
+    index = c.index_format
+    plain = c.q_lora_rank is not None and c.kv_source is None and not (c.k_rope_norm or c.query_scaling)
+    unscaled = c.q_lora_scale == 1.0 and c.latent_scale == 1.0 and c.output_gate != "query"
+    indexed = not c.index_shared and c.index_k_norm == "layer" and not (index.hadamard or index.rope_last)
+    return plain and unscaled and indexed
+
+
+def fuses(layer: Any, x: Tensor, cos: Tensor, pools: LayerPools) -> bool:
+    """Can ``prologue`` serve a call? Its pools must be those that the ops write, and its norms of the known kinds."""
+    if not known(layer.dsa_config) or pools.index_keys is None or pools.index_keys.dtype != torch.uint8:
+        return False
+    q, kv, k = layer.q_a_layernorm, layer.kv_a_layernorm, layer.indexer.k_norm
+    eps = {_rms_eps(q), _rms_eps(kv)}
+    if len(eps) > 1 or None in eps or type(k) is not nn.LayerNorm or k.bias is None:
+        return False
+    dtypes = {q.weight.dtype, kv.weight.dtype, x.dtype}
+    return dtypes == {x.dtype} and pools.latents.dtype in (torch.uint8, x.dtype) and cos.dtype.itemsize <= 4
+
+
+def _unhooked(module: nn.Module) -> bool:
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _rms_eps(norm: nn.Module) -> float | None:
+    """eps of a root-mean-square norm of ours or of transformers, which round alike; None of any other module."""
+    ours = type(norm).__module__.split(".")[0] in ("compiled_dsa", "transformers")
+    if not ours or not type(norm).__name__.endswith("RMSNorm") or set(norm._parameters) != {"weight"}:
+        return None
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) if _unhooked(norm) else None
+
+
+def prologue(
+    layer: Any, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pools: LayerPools, *, scores: bool
+) -> Encoded:
+    """Stores the keys of hidden states x [T, hidden] and makes their queries; arguments as of the layer's forward.
+
+    Only where ``fuses``. ``scores``: index queries are wanted.
+    """
+    c, indexer = layer.dsa_config, layer.indexer
+    T = x.shape[0]
+    last = None if scores else -1  # of each group, what only scores need
+    made = layer.products("hidden", x, GROUPS["hidden"][:last], fp32=scores, rounded=False)
+    q_a = product(layer, "q_a_proj", x, made)
+    kv = product(layer, "kv_a_proj_with_mqa", x, made)
+    k = product(indexer, "wk", x, made)
+    q_norm, k_norm = layer.q_a_layernorm, indexer.k_norm
+    q_lora = x.new_empty(T, c.q_lora_rank)
+    index = c.index_format
+    store_tokens(
+        pools.latents, pools.index_keys, q_lora, q_a, kv, k, q_norm.weight, layer.kv_a_layernorm.weight, k_norm.weight,
+        k_norm.bias, cos, sin, batch.slots, _rms_eps(q_norm), k_norm.eps, c.rope_interleaved, index.rope_interleaved,
+        index.scale_ue8m0,
+    )  # fmt: skip
+    projected = layer.products("q_lora", q_lora, GROUPS["q_lora"][:last])
+    q = product(layer, "q_b_proj", q_lora, projected).unflatten(-1, (-1, c.qk_head_dim))
+    q_nope, rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+    if not scores:
+        return Encoded(q_nope, layer.rotate(rope, cos.unsqueeze(1), sin.unsqueeze(1)), None, None, made)
+    index_q = product(indexer, "wq_b", q_lora, projected).unflatten(-1, (-1, c.index_head_dim))
+    head_weights = indexer.head_weights(x, fp32=True, made=made)
+    q_rope = x.new_empty(rope.shape)
+    codes = torch.empty(index_q.shape, dtype=FP8, device=x.device)
+    weights = torch.empty(head_weights.shape, dtype=torch.float32, device=x.device)
+    fold = c.index_n_heads**-0.5 * c.index_head_dim**-0.5
+    encode_queries(
+        q_rope, codes, weights, rope, index_q, head_weights, cos, sin, fold, c.rope_interleaved, index.rope_interleaved,
+        index.scale_ue8m0,
+    )  # fmt: skip
+    return Encoded(q_nope, q_rope, codes, weights, made)

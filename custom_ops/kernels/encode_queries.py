@@ -1,0 +1,183 @@
+"""encode_queries in Triton: a program takes some heads of a row, of its attention queries or its index queries."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compiled_dsa.custom_ops.kernels.common import refuses_device, refuses_dtype, refuses_strides
+from compiled_dsa.custom_ops.kernels.rotation import pair_of, rotated
+from compiled_dsa.custom_ops.kernels.store_latents import power_of_two_ceil, to_e4m3
+from compiled_dsa.custom_ops.layout import FP8_MAX
+from compiled_dsa.custom_ops.store_index_keys import MIN_AMAX
+
+_FP8_MAX = tl.constexpr(FP8_MAX)
+_MIN_AMAX = tl.constexpr(MIN_AMAX)
+
+HEADS, INDEX_HEADS = 32, 8  # of a program
+
+
+def refuses(
+    q_rope, index_q, weights, rope, index, head_weights, cos, sin, fold, interleaved, index_interleaved, scale_ue8m0
+) -> str | None:
+    return (
+        refuses_device(index_q.view(torch.uint8))
+        or refuses_dtype(q_rope=q_rope, rope=rope, index=index, head_weights=head_weights, cos=cos)
+        or refuses_strides(
+            q_rope=q_rope, index_q=index_q, weights=weights, rope=rope, index=index, head_weights=head_weights, cos=cos,
+            sin=sin,
+        )
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotated(x, start, d, there, cos, sin, R: tl.constexpr, INTERLEAVED: tl.constexpr, DTYPE: tl.constexpr):
+    """x [heads, columns], elements d [1, columns] of the heads at ``start`` [heads, 1], with the first R rotated.
+
+    ``there`` [heads, 1]: is there such a head? ``cos``, ``sin`` point at the row's angles.
+    """
+    turned = d < R
+    other, angle, second = pair_of(d, R, INTERLEAVED)
+    c = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
+    y = tl.load(start + other, mask=there & turned, other=0.0).to(DTYPE).to(tl.float32)
+    return tl.where(turned, rotated(x, y, c, s, second), x)
+
+
+@triton.jit
+def _attention_heads(
+    q_rope, rope, cos, sin, first, heads, q_rope_head, rope_head, DTYPE: tl.constexpr, R: tl.constexpr,
+    R_PADDED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    head = first + tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, R_PADDED)[None, :]
+    there = head < heads
+    start = rope + head * rope_head
+    x = tl.load(start + d, mask=there & (d < R), other=0.0).to(DTYPE).to(tl.float32)
+    x = _rotated(x, start, d, there, cos, sin, R, INTERLEAVED, DTYPE)
+    tl.store(q_rope + head * q_rope_head + d, x.to(DTYPE), mask=there & (d < R))
+
+
+@triton.jit
+def _index_heads(
+    codes, weights, index, head_weights, cos, sin, fold, first, heads, codes_head, index_head, DTYPE: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    UE8M0: tl.constexpr,
+):  # fmt: skip
+    number = first + tl.arange(0, HEADS)
+    head = number[:, None]
+    d = tl.arange(0, D_PADDED)[None, :]
+    there = head < heads
+    start = index + head * index_head
+    x = tl.load(start + d, mask=there & (d < D), other=0.0).to(DTYPE).to(tl.float32)
+    if R > 0:
+        x = _rotated(x, start, d, there, cos, sin, R, INTERLEAVED, DTYPE)
+    amax = tl.maximum(tl.max(tl.abs(x), axis=1), _MIN_AMAX)
+    scale = tl.div_rn(amax, tl.full(amax.shape, _FP8_MAX, tl.float32))
+    if UE8M0:
+        scale = power_of_two_ceil(scale)
+    quantised = to_e4m3(x, tl.broadcast_to(scale[:, None], x.shape))
+    tl.store(codes + head * codes_head + d, quantised, mask=there & (d < D))
+    w = tl.load(head_weights + number, mask=number < heads, other=0.0)
+    tl.store(weights + number, w.to(tl.float32) * fold * scale, mask=number < heads)
+
+
+@triton.jit(do_not_specialize=["heads", "index_heads"])
+def _encode(
+    q_rope,  # [T, H, R]
+    index_q,  # [T, HI, D]
+    weights,  # [T, HI]
+    rope,
+    index,
+    head_weights,
+    cos,
+    sin,
+    fold,
+    heads,
+    index_heads,
+    blocks,  # of heads of q_rope; programs after these have index heads
+    q_rope_row,
+    q_rope_head,
+    index_q_row,
+    index_q_head,
+    weights_row,
+    rope_row,
+    rope_head,
+    index_row,
+    index_head,
+    head_weights_row,
+    cos_row,
+    sin_row,
+    R: tl.constexpr,
+    R_PADDED: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    INDEX_HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INDEX_INTERLEAVED: tl.constexpr,
+    UE8M0: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    dtype: tl.constexpr = q_rope.dtype.element_ty
+    if block < blocks:
+        _attention_heads(
+            q_rope + row * q_rope_row, rope + row * rope_row, cos + row * cos_row, sin + row * sin_row, block * HEADS,
+            heads, q_rope_head, rope_head, dtype, R, R_PADDED, HEADS, INTERLEAVED,
+        )  # fmt: skip
+    else:
+        _index_heads(
+            index_q + row * index_q_row, weights + row * weights_row, index + row * index_row,
+            head_weights + row * head_weights_row, cos + row * cos_row, sin + row * sin_row, fold,
+            (block - blocks) * INDEX_HEADS, index_heads, index_q_head, index_head, dtype, R, D, D_PADDED, INDEX_HEADS,
+            INDEX_INTERLEAVED, UE8M0,
+        )  # fmt: skip
+
+
+def run(
+    q_rope: Tensor, index_q: Tensor, weights: Tensor, rope: Tensor, index: Tensor, head_weights: Tensor, cos: Tensor,
+    sin: Tensor, fold: float, interleaved: bool, index_interleaved: bool, scale_ue8m0: bool,
+) -> None:  # fmt: skip
+    (T, H, R), (_, HI, D) = q_rope.shape, index_q.shape
+    if T == 0:
+        return
+    blocks = triton.cdiv(H, HEADS) if R else 0
+    programs = blocks + triton.cdiv(HI, INDEX_HEADS)
+    if programs == 0:
+        return
+    _encode[(T, programs)](
+        q_rope,
+        index_q,
+        weights,
+        rope,
+        index,
+        head_weights,
+        cos,
+        sin,
+        fold,
+        H,
+        HI,
+        blocks,
+        q_rope.stride(0),
+        q_rope.stride(1),
+        index_q.stride(0),
+        index_q.stride(1),
+        weights.stride(0),
+        rope.stride(0),
+        rope.stride(1),
+        index.stride(0),
+        index.stride(1),
+        head_weights.stride(0),
+        cos.stride(0),
+        sin.stride(0),
+        R=R,
+        R_PADDED=triton.next_power_of_2(max(R, 1)),
+        D=D,
+        D_PADDED=triton.next_power_of_2(D),
+        HEADS=HEADS,
+        INDEX_HEADS=INDEX_HEADS,
+        INTERLEAVED=interleaved,
+        INDEX_INTERLEAVED=index_interleaved,
+        UE8M0=scale_ue8m0,
+    )
