@@ -25,20 +25,20 @@ SCORES_PER_THREAD = 32
 
 
 @triton.jit
-def _to_key(score):
+def to_key(score):
     """fp32 -> uint32 in the same order."""
     bits = score.to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
-def _to_score(key):
+def to_score(key):
     bits = tl.where(key >> 31 != 0, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _index(SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def tile_index(SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """0 .. SIZE in a [WIDTH, SIZE / WIDTH] tile whose rows lie across threads: neighbours are on the first axis."""
     return tl.arange(0, SIZE // WIDTH)[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None]
 
@@ -63,59 +63,85 @@ def _smallest(score):
 
 
 @triton.jit
-def _threshold(score, position, end, bound, least, most):
-    """(sure, threshold, last): the best scores are those >= sure, and of those equal to the threshold the ones at
-    positions before ``last``, where that is not 0.
+def start_search(score, bound):
+    """(low, high, reached, beyond) of all scores >= bound, as ``search`` takes them; of all numbers if that is -inf."""
+    if bound == float("-inf"):
+        bound = _smallest(score)
+    # no -0.0: 0.0 reaches it, but has a higher key
+    high = to_key(tl.max(tl.max(tl.max(score, axis=2), axis=1), axis=0) + 0.0) + 1
+    return to_key(bound), high, _count(score >= bound), 0
 
-    They are between ``least`` and ``most`` of the scores >= bound; fewer where there are not so many.
+
+@triton.jit
+def search(score, low, high, reached, beyond, least, most):
+    """(low, reached, beyond): between ``least`` and ``most`` scores reach ``low``, ``reached`` of them.
+
+    More only where too many are equal to ``low``; ``beyond`` of them are above it then. Fewer only where there are not
+    so many.
 
     Counts how many scores reach a guess. Every other guess interpolates, as if the logarithm of the count were linear;
     the next halves the interval of bit patterns, so that no distribution takes more than 64; and some try the next
     larger score, which ends the search among many equal ones. Random scores take about 10.
+
+    Args:
+        low, high: keys. The score sought is not below ``low``, and it is below ``high``.
+        reached, beyond: how many scores are at or above ``low``, and ``high``.
     """
-    if bound == float("-inf"):
-        bound = _smallest(score)
-    low = _to_key(bound)
-    high = _to_key(tl.max(tl.max(tl.max(score, axis=2), axis=1), axis=0)) + 1
-    reached = _count(score >= bound)  # scores at or above low
-    beyond = 0  # scores at or above high
     aim = _log2(0.5 * (least + most) + 0.25)
     guess = 0
     while (reached > most) & (high - low > 1):
         middle = low + ((high - low) >> 1)
         if guess % 8 == 7:
-            low = _to_key(_smallest(tl.where(score >= _to_score(low), score, float("nan"))))
+            low = to_key(_smallest(tl.where(score >= to_score(low), score, float("nan"))))
             middle = low + 1
         elif guess % 2 == 0:
             share = (_log2(reached) - aim) / (_log2(reached) - _log2(tl.maximum(beyond, 0.5)))
-            middle = _to_key(_to_score(low) + (_to_score(high) - _to_score(low)) * share)
+            middle = to_key(to_score(low) + (to_score(high) - to_score(low)) * share)
         middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
-        count = _count(score >= _to_score(middle))
+        count = _count(score >= to_score(middle))
         enough = count >= least
         low = tl.where(enough, middle, low)
         reached = tl.where(enough, count, reached)
         high = tl.where(enough, high, middle)
         beyond = tl.where(enough, beyond, count)
         guess += 1
-    sure = _to_score(low)
+    return low, reached, beyond
+
+
+@triton.jit
+def cut(score, position, end, low, reached, beyond, least, most):
+    """(sure, threshold, last): the best scores are those >= sure, and of those equal to the threshold the ones at
+    positions before ``last``, where that is not 0. From what ``search`` found.
+    """
+    sure = to_score(low)
     last = 0
     if reached > most:  # too many are equal to the threshold
-        sure = _to_score(low + 1)
+        sure = to_score(low + 1)
         last = end
         first = 0
         right = end
         ties = reached - beyond
         while ties != least - beyond:
             last = (first + right) // 2
-            ties = _count((score == _to_score(low)) & (position < last))
+            ties = _count((score == to_score(low)) & (position < last))
             few = ties < least - beyond
             first = tl.where(few, last, first)
             right = tl.where(few, right, last)
-    return sure, _to_score(low), last
+    return sure, to_score(low), last
 
 
 @triton.jit
-def _places(taken, first):
+def threshold_of(score, position, end, bound, least, most):
+    """``cut`` so that the best scores are between ``least`` and ``most`` of those >= bound; fewer where there are not
+    so many.
+    """
+    low, high, reached, beyond = start_search(score, bound)
+    low, reached, beyond = search(score, low, high, reached, beyond, least, most)
+    return cut(score, position, end, low, reached, beyond, least, most)
+
+
+@triton.jit
+def places(taken, first):
     """(a place for each that is taken, from ``first`` on and in no order of positions; the end of these places).
 
     Sums along the second and third axis stay in registers.
@@ -126,6 +152,106 @@ def _places(taken, first):
     before = first + tl.cumsum(total, axis=0) - total
     place = before[:, None, None] + (tl.cumsum(column, axis=2) - column - 1) + tl.cumsum(one, axis=1)
     return place, first + tl.sum(total, axis=0)
+
+
+@triton.jit
+def store_all(out, out_positions, table, n, pages, K, WIDTH: tl.constexpr, POSITIONS: tl.constexpr):
+    """The lanes of a row that sees ``n`` <= K keys."""
+    for start in range(0, K, WIDTH):
+        lane = start + tl.arange(0, WIDTH)
+        slot = paged_slots(table, lane, lane < n, pages).to(tl.int32)
+        tl.store(out + lane, slot, mask=lane < K)
+        if POSITIONS:
+            tl.store(out_positions + lane, tl.where(slot >= 0, lane, -1), mask=lane < K)
+
+
+@triton.jit
+def store_chosen(
+    out,
+    out_positions,
+    slot,
+    position,
+    score,
+    sure,
+    threshold,
+    last,
+    K,
+    WIDTH: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """The lanes of a row by what ``threshold_of`` says of its scores."""
+    place, count = places(score >= sure, 0)
+    tl.store(out + place, slot, mask=score >= sure)
+    if POSITIONS:
+        tl.store(out_positions + place, position, mask=score >= sure)
+    if last > 0:
+        ties = (score == threshold) & (position < last)
+        place, count = places(ties, count)
+        tl.store(out + place, slot, mask=ties)
+        if POSITIONS:
+            tl.store(out_positions + place, position, mask=ties)
+    for start in range(0, K, WIDTH):
+        lane = start + tl.arange(0, WIDTH)
+        tl.store(out + lane, tl.full([WIDTH], -1, tl.int32), mask=(lane >= count) & (lane < K))
+        if POSITIONS:
+            tl.store(out_positions + lane, tl.full([WIDTH], -1, tl.int32), mask=(lane >= count) & (lane < K))
+
+
+@triton.jit
+def select_row(
+    scores,  # of the row, as are the other tensors
+    maxima,
+    groups,
+    table,
+    out,
+    out_positions,
+    n,
+    pages,
+    K,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LOAD: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """A row that sees ``n`` > K keys: K groups by their maxima if it has more, then the K best scores of these."""
+    inside = tl.arange(0, LOAD)[None, None, :]
+    quad = tile_index(TILE // LOAD, WIDTH // LOAD)  # each LOAD neighbouring scores of a group
+    count = tl.cdiv(n, GROUP)
+    group = quad // (GROUP // LOAD)
+    good = group < count
+    bound = float("-inf")
+    if BLOCK:  # noqa: SIM102 (decided when compiled)
+        if count > TILE // GROUP:
+            lane = tile_index(BLOCK // LOAD, WIDTH // LOAD)[:, :, None] * LOAD + inside
+            # read to a multiple of 16, within the row's memory, so that LOAD of them are loaded together
+            best = tl.load(maxima + lane, mask=lane < tl.cdiv(count, 16) * 16, other=float("nan"))
+            # the window may end inside the last group
+            tail = (count - 1) * GROUP + tl.arange(0, GROUP)
+            tail = tl.load(scores + tail, mask=tail < n, other=float("nan"))
+            best = tl.where(lane < count - 1, best, tl.where(lane == count - 1, tl.max(tail, axis=0), float("nan")))
+            sure, bound, last = threshold_of(best, lane, count, bound, K, TILE // GROUP)
+            chosen = groups
+            tl.debug_barrier()  # all maxima are in registers: their memory takes the groups
+            place, count = places(best >= sure, 0)
+            tl.store(chosen + place, lane, mask=best >= sure)
+            if last > 0:
+                ties = (best == bound) & (lane < last)
+                place, count = places(ties, count)
+                tl.store(chosen + place, lane, mask=ties)
+            tl.debug_barrier()
+            good = group < count
+            group = tl.load(chosen + group, mask=good, other=0)
+
+    first = group * GROUP + quad % (GROUP // LOAD) * LOAD
+    slot = paged_slots(table, first, good, pages).to(tl.int32)
+    position = first[:, :, None] + inside
+    score = tl.load(scores + position, mask=good[:, :, None], other=float("nan"))
+    score = tl.where(position < n, score, float("nan"))
+    sure, threshold, last = threshold_of(score, position, n, bound, K, K)
+    slot = slot[:, :, None] + inside
+    store_chosen(out, out_positions, slot, position, score, sure, threshold, last, K, WIDTH, POSITIONS)
 
 
 @triton.jit(do_not_specialize=["columns", "pages", "K"])
@@ -154,7 +280,7 @@ def _select(
     EARLY: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """One program a row: K groups by their maxima if it has more, then the K best scores of these groups."""
+    """One program a row."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.minimum(tl.load(visible + row), columns)
     table = page_table + tl.load(req_of_row + row).to(tl.int64) * table_row
@@ -163,64 +289,13 @@ def _select(
     if EARLY:
         tl.extra.cuda.gdc_wait()  # until the scores are written
     if n <= K:
-        for start in range(0, K, WIDTH):
-            lane = start + tl.arange(0, WIDTH)
-            slot = paged_slots(table, lane, lane < n, pages).to(tl.int32)
-            tl.store(out + lane, slot, mask=lane < K)
-            if POSITIONS:
-                tl.store(out_positions + lane, tl.where(slot >= 0, lane, -1), mask=lane < K)
+        store_all(out, out_positions, table, n, pages, K, WIDTH, POSITIONS)
         return
-
-    inside = tl.arange(0, LOAD)[None, None, :]
-    quad = _index(TILE // LOAD, WIDTH // LOAD)  # each LOAD neighbouring scores of a group
-    count = tl.cdiv(n, GROUP)
-    group = quad // (GROUP // LOAD)
-    good = group < count
-    bound = float("-inf")
-    if BLOCK:  # noqa: SIM102 (decided when compiled)
-        if count > TILE // GROUP:
-            lane = _index(BLOCK // LOAD, WIDTH // LOAD)[:, :, None] * LOAD + inside
-            # read to a multiple of 16, within the row's memory, so that LOAD of them are loaded together
-            best = tl.load(maxima + row * maxima_row + lane, mask=lane < tl.cdiv(count, 16) * 16, other=float("nan"))
-            # the window may end inside the last group
-            tail = (count - 1) * GROUP + tl.arange(0, GROUP)
-            tail = tl.load(scores + row * scores_row + tail, mask=tail < n, other=float("nan"))
-            best = tl.where(lane < count - 1, best, tl.where(lane == count - 1, tl.max(tail, axis=0), float("nan")))
-            sure, bound, last = _threshold(best, lane, count, bound, K, TILE // GROUP)
-            chosen = groups + row * maxima_row
-            tl.debug_barrier()  # all maxima are in registers: their memory takes the groups
-            place, count = _places(best >= sure, 0)
-            tl.store(chosen + place, lane, mask=best >= sure)
-            if last > 0:
-                ties = (best == bound) & (lane < last)
-                place, count = _places(ties, count)
-                tl.store(chosen + place, lane, mask=ties)
-            tl.debug_barrier()
-            good = group < count
-            group = tl.load(chosen + group, mask=good, other=0)
-
-    first = group * GROUP + quad % (GROUP // LOAD) * LOAD
-    slot = paged_slots(table, first, good, pages).to(tl.int32)
-    position = first[:, :, None] + inside
-    score = tl.load(scores + row * scores_row + position, mask=good[:, :, None], other=float("nan"))
-    score = tl.where(position < n, score, float("nan"))
-    sure, threshold, last = _threshold(score, position, n, bound, K, K)
-    slot = slot[:, :, None] + inside
-    place, count = _places(score >= sure, 0)
-    tl.store(out + place, slot, mask=score >= sure)
-    if POSITIONS:
-        tl.store(out_positions + place, position, mask=score >= sure)
-    if last > 0:
-        ties = (score == threshold) & (position < last)
-        place, count = _places(ties, count)
-        tl.store(out + place, slot, mask=ties)
-        if POSITIONS:
-            tl.store(out_positions + place, position, mask=ties)
-    for start in range(0, K, WIDTH):
-        lane = start + tl.arange(0, WIDTH)
-        tl.store(out + lane, tl.full([WIDTH], -1, tl.int32), mask=(lane >= count) & (lane < K))
-        if POSITIONS:
-            tl.store(out_positions + lane, tl.full([WIDTH], -1, tl.int32), mask=(lane >= count) & (lane < K))
+    best = maxima + row * maxima_row
+    select_row(
+        scores + row * scores_row, best, groups + row * maxima_row, table, out, out_positions, n, pages, K,
+        GROUP, BLOCK, TILE, WIDTH, LOAD, POSITIONS,
+    )  # fmt: skip
 
 
 def group_size(columns: int, K: int, prefill: bool) -> int:
@@ -234,6 +309,13 @@ def group_size(columns: int, K: int, prefill: bool) -> int:
 def maxima_of(columns: int, group: int) -> int:
     """Maxima of a row in scratch, padded to whole loads."""
     return triton.cdiv(columns, 16 * group) * 16 if group else 0
+
+
+def row_tiles(columns: int, K: int, group: int) -> tuple[int, int]:
+    """(BLOCK, TILE) of ``select_row``."""
+    if not group:
+        return 0, triton.next_power_of_2(columns)
+    return triton.next_power_of_2(columns // group), max(SMALLEST_TILE, group * triton.next_power_of_2(K))
 
 
 def write_slots(
@@ -256,11 +338,7 @@ def write_slots(
     """
     rows, K = topk_out.shape
     columns = page_table.shape[1] * PAGE
-    tile = triton.next_power_of_2(columns)
-    block = 0
-    if group:
-        block = triton.next_power_of_2(columns // group)
-        tile = max(SMALLEST_TILE, group * triton.next_power_of_2(K))
+    block, tile = row_tiles(columns, K, group)
     warps = max(4, min(32, max(block, tile) // (32 * SCORES_PER_THREAD)))
     _select[(rows,)](
         scores,

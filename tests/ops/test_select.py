@@ -52,6 +52,16 @@ def hard_rows(columns, device):
     return values
 
 
+def zeros_of_both_signs(columns, device):
+    """[4, columns]: 0.0 and -0.0 in turn; -0.0 only; both and -1.0; both in parts of a row of -1.0."""
+    values = torch.zeros(4, columns, device=device)
+    values[0, ::2], values[1] = -0.0, -0.0
+    values[2, ::3], values[2, 1::3] = -1.0, -0.0
+    values[3] = -1.0
+    values[3, 100:110], values[3, 300:320] = -0.0, 0.0
+    return values
+
+
 def write_slots(values, visible, K, device, prefill=False):
     """The Triton selection alone, from scores and maxima as the scores kernel leaves them, the rest 1e30."""
     rows, columns = values.shape
@@ -87,6 +97,15 @@ def test_selection_around_k(device, n, monkeypatch):
     values = hard_rows(512, device)
     visible = torch.full((9,), n, dtype=torch.int32, device=device)
     check_positions(*write_slots(values, visible, 33, device), values, visible, 33)
+
+
+@pytest.mark.parametrize("columns", [128, 512])
+def test_zeros_of_both_signs(device, columns, monkeypatch):
+    """They are equal, also where none is larger; keys tell them apart."""
+    narrow_rows_of(columns, monkeypatch)
+    values = zeros_of_both_signs(512, device)
+    visible = torch.full((4,), 512, dtype=torch.int32, device=device)
+    check_positions(*write_slots(values, visible, 20, device), values, visible, 20)
 
 
 @pytest.mark.gpu
