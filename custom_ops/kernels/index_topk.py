@@ -306,7 +306,6 @@ def run(
             )  # fmt: skip
         positions = None if positions_out is None else positions_out[part]
         if splits:
-            out = (topk_out, pool.shape[0], group, splits, early, positions)
-            write_slots_split(scores, maxima, counters, *rows, *out)
+            write_slots_split(scores, maxima, counters, *rows, topk_out, pool.shape[0], group, splits, early, positions)
         else:
             write_slots(scores, maxima, *rows, topk_out[part], pool.shape[0], group, early, positions)

@@ -35,7 +35,7 @@ from compiled_dsa.custom_ops.kernels.select import (
 from compiled_dsa.custom_ops.layout import PAGE
 
 LEAST_SPLITS = 2  # with fewer programs a row, select.py's one
-CHUNK = 1 << 12  # scores that a program takes at once, and the fewest of one
+CHUNK = 1 << 12  # scores that a program takes at once, and the fewest of one; a multiple of a page
 CANDIDATES = 4  # a row's list has room for so many times K
 GROUPS = 2  # the bound is sought among so many times K
 SLACK = 4  # and is reached by the maxima of at most K + K / SLACK of them
