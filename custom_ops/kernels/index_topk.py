@@ -23,6 +23,7 @@ from compiled_dsa.custom_ops.kernels.common import (
     refuses_strides,
 )
 from compiled_dsa.custom_ops.kernels.select import group_size, maxima_of, write_slots
+from compiled_dsa.custom_ops.kernels.select_split import empty_counters, splits_of, write_slots_split
 from compiled_dsa.custom_ops.layout import PAGE, split_index_pool
 
 TILE_COLUMNS = 128  # rows * index heads of one tile of scores
@@ -74,6 +75,7 @@ def _scores(
     visible,  # [rows]
     scores,  # [rows, 64 W]
     maxima,  # [rows, at least 64 W / GROUP], if GROUP
+    zeroed,  # int32 [rows, ZEROED]
     rows,
     columns,
     pages,
@@ -101,6 +103,7 @@ def _scores(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
     FORCED: tl.constexpr,  # some tokens are always chosen
+    ZEROED: tl.constexpr,
 ):
     first = tl.program_id(0) * ROWS
     lane = tl.arange(0, ROWS)
@@ -123,6 +126,11 @@ def _scores(
     if tl.max(seen, axis=0) == 0:
         return
 
+    if ZEROED:
+        for start in range(tl.program_id(1) * 256, ZEROED, tl.num_programs(1) * 256):
+            counter = start + tl.arange(0, 256)
+            where = zeroed + row.to(tl.int64)[None, :] * ZEROED + counter[:, None]
+            tl.store(where, tl.zeros([256, ROWS], tl.int32), mask=(row < rows)[None, :] & (counter < ZEROED)[:, None])
     lanes = tl.arange(0, BLOCK)
     groups = tl.arange(0, BLOCK // GROUP)
     step = tl.num_programs(1) * BLOCK
@@ -187,7 +195,11 @@ def write_scores(
     rows_per_request: int,
     init_tokens: int = 0,
     local_tokens: int = 0,
+    zeroed: torch.Tensor | None = None,
 ) -> None:
+    """Scores [rows, 64 W] of what each row sees, the maxima of ``group`` neighbours if that is not 0, and zeros in
+    ``zeroed``, int32 [rows, ...] and contiguous: counters of the selection. Rows that see at most K keys are left out.
+    """
     rows, HI, D = q.shape
     keys, key_scales = split_index_pool(pool)
     fp8 = key_scales is not None
@@ -209,6 +221,7 @@ def write_scores(
         visible,
         scores,
         maxima,
+        scores if zeroed is None else zeroed,
         rows,
         scores.shape[1],
         pool.shape[0],
@@ -236,6 +249,7 @@ def write_scores(
         STAGES=None if exact or prefill else STAGES,
         EARLY=dependent_launch(q.device),
         FORCED=init_tokens + local_tokens > 0,
+        ZEROED=0 if zeroed is None else zeroed.shape[1],
         num_warps=4,
         num_stages=1 if exact else 3,
         maxnreg=128 if prefill and not group and not exact else None,  # four programs a multiprocessor
@@ -278,6 +292,9 @@ def run(
     scratch_rows = rows_at_once if scored else 0
     scores = torch.empty(scratch_rows, columns, dtype=torch.float32, device=q.device)
     maxima = torch.empty(scratch_rows, maxima_of(columns, group), dtype=torch.float32, device=q.device)
+    # a budget is that of prefill, whose rows are many
+    splits = splits_of(T, columns, K, group, q.device) if scratch_bytes is None else 0
+    counters = empty_counters(T, splits, q.device)
     early = scored and dependent_launch(q.device)
     for start in range(0, T, rows_at_once):
         part = slice(start, min(start + rows_at_once, T))
@@ -285,7 +302,10 @@ def run(
         if scored:
             write_scores(
                 q[part], weights[part], pool, *rows, scores, maxima, K, group, rows_per_request, init_tokens,
-                local_tokens,
+                local_tokens, counters,
             )  # fmt: skip
         positions = None if positions_out is None else positions_out[part]
-        write_slots(scores, maxima, *rows, topk_out[part], pool.shape[0], group, early, positions)
+        if splits:
+            write_slots_split(scores, maxima, counters, *rows, topk_out, pool.shape[0], group, splits, early, positions)
+        else:
+            write_slots(scores, maxima, *rows, topk_out[part], pool.shape[0], group, early, positions)
