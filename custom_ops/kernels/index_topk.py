@@ -23,6 +23,7 @@ from compiled_dsa.custom_ops.kernels.common import (
     refuses_strides,
 )
 from compiled_dsa.custom_ops.kernels.select import group_size, maxima_of, write_slots
+from compiled_dsa.custom_ops.kernels.select_listed import list_size, programs_of, write_slots_listed
 from compiled_dsa.custom_ops.layout import PAGE, split_index_pool
 
 TILE_COLUMNS = 128  # rows * index heads of one tile of scores
@@ -268,16 +269,21 @@ def run(
     columns = page_table.shape[1] * PAGE
     scored = columns > K
     rows_per_request = max(1, T // page_table.shape[0])
-    group = group_size(columns, K, rows_per_request >= PREFILL_ROWS)
+    prefill = rows_per_request >= PREFILL_ROWS
+    listed = list_size(columns, K, prefill)
+    programs = programs_of(T, 4 * columns, listed, scratch_bytes, q.device)
+    group = 0 if programs else group_size(columns, K, prefill)
     rows_at_once = T
     if scored and scratch_bytes is not None:
         if scratch_bytes < 4 * (columns + maxima_of(columns, group)):
             group = 0
-        slices = triton.cdiv(T, scratch_bytes // (4 * (columns + maxima_of(columns, group))))
+        row_bytes = 4 * (columns + maxima_of(columns, group))
+        slices = triton.cdiv(T, (scratch_bytes - 8 * listed * programs) // row_bytes)
         rows_at_once = triton.cdiv(T, slices)  # the same for all slices
     scratch_rows = rows_at_once if scored else 0
     scores = torch.empty(scratch_rows, columns, dtype=torch.float32, device=q.device)
     maxima = torch.empty(scratch_rows, maxima_of(columns, group), dtype=torch.float32, device=q.device)
+    lists = torch.empty(programs, listed, dtype=torch.int64, device=q.device)
     early = scored and dependent_launch(q.device)
     for start in range(0, T, rows_at_once):
         part = slice(start, min(start + rows_at_once, T))
@@ -288,4 +294,7 @@ def run(
                 local_tokens,
             )  # fmt: skip
         positions = None if positions_out is None else positions_out[part]
-        write_slots(scores, maxima, *rows, topk_out[part], pool.shape[0], group, early, positions)
+        if programs:
+            write_slots_listed(scores, lists, *rows, topk_out[part], pool.shape[0], early, positions)
+        else:
+            write_slots(scores, maxima, *rows, topk_out[part], pool.shape[0], group, early, positions)
