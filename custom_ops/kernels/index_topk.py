@@ -29,6 +29,7 @@ from compiled_dsa.custom_ops.layout import PAGE, split_index_pool
 TILE_COLUMNS = 128  # rows * index heads of one tile of scores
 WAVES = 4  # programs a multiprocessor, where the rows are too few to fill the device
 PREFILL_ROWS = 8  # so many rows a request: the scores are bound by arithmetic, with fewer by reading keys
+PREFILL_REGISTERS = 128  # a thread: four programs a multiprocessor
 _LARGEST = tl.constexpr(3.4028234663852886e38)  # of finite fp32 numbers
 STAGES = 5  # pages are read two blocks ahead, their keys and scales one or two
 
@@ -147,9 +148,8 @@ def _scores(
             good = (page >= 0) & (page < pages)
             page = tl.where(good, page, 0).to(tl.int64)
             # Unmasked: the page is one of the pool. Scores and maxima past the row's last key are not read.
-            scale = tl.where(good, 1.0, float("nan"))
             if FP8:
-                scale *= tl.load(key_scales + page * scales_page + start % PAGE + lanes)
+                key_scale = tl.load(key_scales + page * scales_page + start % PAGE + lanes)
             offsets = (lanes * D)[:, None] + d[None, :]
             if STAGES is None:
                 block = keys + (page * keys_page + start % PAGE * D) + offsets
@@ -161,7 +161,9 @@ def _scores(
             if HI != HI_PADDED:  # a padded head of zeros times an infinite key is NaN
                 dots = tl.where(real[None, :], dots, 0.0)
             score = tl.sum(tl.reshape(dots * w[None, :], [BLOCK, ROWS, HI_PADDED]), axis=2)
-            score *= tl.broadcast_to(scale, [BLOCK])[:, None]
+            if FP8:  # not before the product, during which scales arrive
+                score *= key_scale[:, None]
+            score = tl.where(tl.broadcast_to(good, [BLOCK])[:, None], score, float("nan"))
             if FORCED:
                 position = (start + lanes)[:, None]
                 forced = (position < init_tokens) | (position >= (seen - local_tokens)[None, :])
@@ -239,7 +241,7 @@ def write_scores(
         FORCED=init_tokens + local_tokens > 0,
         num_warps=4,
         num_stages=1 if exact else 3,
-        maxnreg=128 if prefill and not group and not exact else None,  # four programs a multiprocessor
+        maxnreg=PREFILL_REGISTERS if prefill and not group and not exact else None,
     )
 
 

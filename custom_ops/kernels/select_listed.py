@@ -26,7 +26,7 @@ AIM = tl.constexpr(0.6)
 _BITS = tl.constexpr(0x4B000000)  # of 2^23 in fp32
 WARPS = 8
 PROGRAMS = 4  # a multiprocessor: 64 registers a thread
-LARGEST_LIST = 1 << 13  # longer ones do not stay in registers
+LARGEST_LIST = 1 << 12  # longer ones do not stay in registers
 LISTS_SHARE = 8  # of the scratch budget, lists take at most this part
 
 
