@@ -91,9 +91,9 @@ def sample_positions(n):
 
 def test_the_programs_do_not_matter(device, small):
     """Bit for bit, and in the same order: rows are taken in turn by any number of programs."""
-    values = torch.cat([hard_rows(COLUMNS, device), hard_orders(COLUMNS, device)])
-    visible = torch.full((15,), COLUMNS, dtype=torch.int32, device=device)
-    wheres = [select(values, visible, 33, device, programs)[1] for programs in (1, 4, 15)]
+    values = torch.cat([hard_rows(COLUMNS, device)[:3], hard_orders(COLUMNS, device)[:2]])
+    visible = torch.full((5,), COLUMNS, dtype=torch.int32, device=device)
+    wheres = [select(values, visible, 33, device, programs)[1] for programs in (1, 3, 5)]
     assert torch.equal(wheres[0], wheres[1]) and torch.equal(wheres[0], wheres[2])
 
 
@@ -114,10 +114,10 @@ def listed(monkeypatch):
 
 def test_prefill_of_ragged_rows(backend, small, listed):
     """Requests without a prefix and with one, rows of fewer than K keys, pages outside the pool."""
-    rows, pages = prefill_batch([17, 9, 12], [300, 0, 140], backend.device)
+    rows, pages = prefill_batch([9, 8, 7], [140, 20, 120], backend.device)
     rows[0][0, 1], rows[0][2, 0] = -1, pages
     pool = random_index_pool(pages, 32, torch.float16, backend.device)
-    q, weights = queries(38, 16, 32, torch.float16, backend.device)
+    q, weights = queries(24, 16, 32, torch.float16, backend.device)
     chosen = run(backend, q, weights, pool, rows, 24, deterministic=backend.provider != "torch")
     check_topk(chosen, rows[2], *index_scores_oracle(q, weights, pool, *rows))
     assert bool(listed) == (backend.provider == "triton")
@@ -127,9 +127,9 @@ def test_equal_scores_of_a_prefill(backend, small):
     """Most scores are zero, as ReLU makes them; the lowest positions are chosen."""
     if backend.library:
         pytest.skip("of Triton's selection")
-    values = torch.randn(1, COLUMNS, device=backend.device).relu() * (torch.rand(COLUMNS, device=backend.device) < 0.1)
-    pool, table = scored_pool(values, 1, COLUMNS // PAGE)
-    visible = torch.arange(COLUMNS - 8, COLUMNS, dtype=torch.int32, device=backend.device) + 1
+    values = torch.randn(1, 256, device=backend.device).relu() * (torch.rand(256, device=backend.device) < 0.1)
+    pool, table = scored_pool(values, 1, 4)
+    visible = torch.arange(256 - 8, 256, dtype=torch.int32, device=backend.device) + 1
     rows = (table, torch.zeros_like(visible), visible)
     chosen = run(backend, *one_hot(8, backend.device), pool, rows, 40, deterministic=True)
     check_positions(chosen, table.expand(8, -1), values.expand(8, -1), visible, 40)
@@ -137,21 +137,21 @@ def test_equal_scores_of_a_prefill(backend, small):
 
 def test_the_result_does_not_depend_on_the_budget(backend, small, listed):
     """Cuts inside requests, one program, and no room for a list beside a row."""
-    rows, pages = prefill_batch([20, 13], [300, 151], backend.device)
+    rows, pages = prefill_batch([9, 7], [130, 51], backend.device)
     pool = random_index_pool(pages, 32, torch.float32, backend.device)
-    q, weights = queries(33, 8, 32, torch.float32, backend.device)
-    row_bytes = 4 * PAGE * rows[0].shape[1]
-    large = run(backend, q, weights, pool, rows, 32, deterministic=backend.provider != "torch")
-    for budget in (row_bytes, row_bytes + 8 * 64, 4 * row_bytes + 5, 9 * row_bytes):
-        small_ = run(backend, q, weights, pool, rows, 32, deterministic=backend.provider != "torch", budget=budget)
-        if backend.library or budget == row_bytes:  # another way to choose the same, in another order
-            small_, large_ = small_.sort().values, large.sort().values
+    q, weights = queries(16, 8, 32, torch.float32, backend.device)
+    row_bytes, list_bytes = 4 * PAGE * rows[0].shape[1], 8 * 64
+    deterministic = backend.provider != "torch"
+    whole = run(backend, q, weights, pool, rows, 32, deterministic)
+    for budget in (row_bytes, row_bytes + list_bytes, 9 * row_bytes):
+        listed.clear()
+        cut = run(backend, q, weights, pool, rows, 32, deterministic, budget=budget)
+        if backend.library or budget == row_bytes:  # another way to choose the same keys leaves another order
+            assert torch.equal(cut.sort().values, whole.sort().values)
         else:
-            large_ = large
-        assert torch.equal(small_, large_)
-    if backend.provider == "triton":
-        assert (1, 1) in listed and max(listed)[0] == 33
-        assert all(4 * PAGE * rows[0].shape[1] * a + 8 * 64 * b <= 9 * row_bytes for a, b in listed[1:])
+            assert torch.equal(cut, whole)
+        assert all(at_once * row_bytes + lists * list_bytes <= budget for at_once, lists in listed)
+        assert bool(listed) == (backend.provider == "triton" and budget > row_bytes)
 
 
 @pytest.mark.gpu
