@@ -1,10 +1,10 @@
 """The selection of index_topk for long rows of a prefill: every score is read once, and few are looked at again.
 
 One program a row, several programs a multiprocessor. A sample of the row's scores gives a bound that about
-``AIM * (LIST - K)`` more scores than K should reach. The row is then read from left to right, and what reaches the bound
-goes into a list of ``LIST`` scores and positions. A list that overflows is cut down to its K best (of equal ones, the
-leftmost), and the bound becomes the K-th of these: any later score has to beat it. The K best of the last list are the
-result. If it has fewer than K, the bound was too high, and the row is read again without one.
+``AIM * (LIST - K)`` more scores than K should reach. The row is then read from left to right, and what reaches the
+bound goes into a list of ``LIST`` scores and positions. A list that overflows is cut down to its K best (of equal ones,
+the leftmost), and the bound becomes the K-th of these: any later score has to beat it. The K best of the last list are
+the result. If it has fewer than K, the bound was too high, and the row is read again without one.
 
 So any order of any scores gives the exact choice, and costs at most two readings and a cut every ``LIST - K`` scores.
 """
@@ -60,9 +60,9 @@ def _sampled_bound(line, n, K, LIST: tl.constexpr, SAMPLE: tl.constexpr, WIDTH: 
     at = load * stride + (load * (loads % (SAMPLE // LOAD))) // (SAMPLE // LOAD) + jitter
     position = at[:, :, None] * LOAD + tl.arange(0, LOAD)[None, None, :]
     score = tl.load(line + position)
-    # of so many scores: 3 % more or fewer save guesses, and are less than the error of the sample
+    # of so many scores: a tenth more or fewer saves guesses; the sample's own error is a sixteenth at 32768 scores
     rank = tl.maximum(SAMPLE * (K + AIM * (LIST - K)) / n, 1.0).to(tl.int32)
-    sure, bound, last = _threshold(score, position, n, float("-inf"), rank - rank // 32, rank + rank // 32)
+    sure, bound, last = _threshold(score, position, n, float("-inf"), rank - rank // 10, rank + rank // 10)
     return bound
 
 
@@ -85,8 +85,8 @@ def _pack(score, position):
 def _places(taken, first):
     """(a place for each that is taken, from ``first`` on; the end of these places).
 
-    Sums of fp32, in registers of a thread as far as it goes: those of bits become long chains of logic. With 2^23 added,
-    the bits of the sum are a place.
+    Sums of fp32, in registers of a thread as far as it goes: those of bits become long chains of logic. With 2^23
+    added, the bits of the sum are a place.
     """
     one = tl.where(taken, 1.0, 0.0)
     column = tl.sum(one, axis=1, keep_dims=True)
@@ -97,29 +97,24 @@ def _places(taken, first):
 
 
 @triton.jit
+def _k_best(score, position, n, K):
+    """(scores, NaN instead of those equal to the threshold that are too many; the threshold, which K of them reach)"""
+    sure, threshold, last = _threshold(score, position, n, float("-inf"), K, K)
+    if last > 0:
+        score = tl.where((score == threshold) & (position >= last), float("nan"), score)
+    return score, threshold
+
+
+@triton.jit
 def _cut(listed, count, bound, n, K, LIST: tl.constexpr, WIDTH: tl.constexpr, LOAD: tl.constexpr):
     """Leaves the K best of a list. (their number, the bound for scores further right)"""
     tl.debug_barrier()  # what other threads have listed
     score, position = _read_list(listed, count, LIST, WIDTH, LOAD)
-    sure, threshold, last = _threshold(score, position, n, float("-inf"), K, K)
+    score, threshold = _k_best(score, position, n, K)
+    place, left = _places(score >= threshold, 0)
     tl.debug_barrier()  # all of the list is in registers
-    place, left = _places(score >= sure, 0)
-    tl.store(listed + place, _pack(score, position), mask=score >= sure)
-    if last > 0:
-        ties = (score == threshold) & (position < last)
-        place, left = _places(ties, left)
-        tl.store(listed + place, _pack(score, position), mask=ties)
+    tl.store(listed + place, _pack(score, position), mask=score >= threshold)
     return left, tl.where(left >= K, _above(threshold), bound)
-
-
-@triton.jit
-def _store_slots(out, out_positions, table, place, position, taken, PAGE: tl.constexpr, POSITIONS: tl.constexpr):
-    # a score that is a number is of a page of the pool
-    page = tl.load(table + (position.to(tl.uint32) // PAGE).to(tl.int32), mask=taken, other=0)
-    slot = page * PAGE + (position.to(tl.uint32) % PAGE).to(tl.int32)
-    tl.store(out + place, slot, mask=taken)
-    if POSITIONS:
-        tl.store(out_positions + place, position, mask=taken)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "pages", "K"])
@@ -174,39 +169,38 @@ def _select_listed(
                 bound = _sampled_bound(line, n, K, LIST, SAMPLE, WIDTH // LOAD * SAMPLE_LOAD, SAMPLE_LOAD)
             sampled = bound
             count = 0
-            chunk = 0
-            while chunk * CHUNK < n:
-                begin = chunk * CHUNK
-                stop = begin + CHUNK
-                while begin < tl.minimum(n, (chunk + 1) * CHUNK):
-                    quad = (chunk * CHUNK + thread) + load
-                    within = (quad >= begin) & (quad < tl.minimum(n, stop))
-                    part = tl.load(line + (quad + inside), mask=within, other=float("nan"))
-                    place, end = _places(part >= bound, count)
-                    if end <= LIST:
-                        tl.store(listed + place, _pack(part, quad + inside), mask=part >= bound)
-                        count = end
-                        begin = stop
-                        stop = (chunk + 1) * CHUNK
-                    else:  # room is made for half a list at least
-                        count, bound = _cut(listed, count, bound, n, K, LIST, WIDTH, LOAD)
-                        stop = begin + LIST // 2
-                chunk += 1
-                if (chunk * CHUNK >= n) & (count < K) & (sampled != float("-inf")):
-                    chunk = 0
+            begin = 0
+            stop = CHUNK
+            while begin < n:
+                quad = (begin // CHUNK * CHUNK + thread) + load
+                within = (quad >= begin) & (quad < tl.minimum(n, stop))
+                part = tl.load(line + (quad + inside), mask=within, other=float("nan"))
+                place, end = _places(part >= bound, count)
+                if end <= LIST:
+                    tl.store(listed + place, _pack(part, quad + inside), mask=part >= bound)
+                    count = end
+                    begin = stop
+                    stop = (begin // CHUNK + 1) * CHUNK
+                else:  # room is made for half a list at least
+                    count, bound = _cut(listed, count, bound, n, K, LIST, WIDTH, LOAD)
+                    stop = tl.minimum(begin + LIST // 2, stop)
+                if (begin >= n) & (count < K) & (sampled != float("-inf")):
+                    begin = 0
+                    stop = CHUNK
                     count = 0
                     bound = float("-inf")
                     sampled = bound
 
             tl.debug_barrier()  # what other threads have listed
             score, position = _read_list(listed, count, LIST, WIDTH, LOAD)
-            sure, threshold, last = _threshold(score, position, n, float("-inf"), K, K)
-            place, count = _places(score >= sure, 0)
-            _store_slots(out, out_positions, table, place, position, score >= sure, PAGE, POSITIONS)
-            if last > 0:
-                ties = (score == threshold) & (position < last)
-                place, count = _places(ties, count)
-                _store_slots(out, out_positions, table, place, position, ties, PAGE, POSITIONS)
+            score, threshold = _k_best(score, position, n, K)
+            place, count = _places(score >= threshold, 0)
+            # a score that is a number is of a page of the pool
+            page = tl.load(table + (position.to(tl.uint32) // PAGE).to(tl.int32), mask=score >= threshold, other=0)
+            slot = page * PAGE + (position.to(tl.uint32) % PAGE).to(tl.int32)
+            tl.store(out + place, slot, mask=score >= threshold)
+            if POSITIONS:
+                tl.store(out_positions + place, position, mask=score >= threshold)
             for at in range(count // WIDTH * WIDTH, K, WIDTH):
                 rest = at + tl.arange(0, WIDTH)
                 nothing = tl.full([WIDTH], -1, tl.int32)
@@ -244,8 +238,8 @@ def write_slots_listed(
 ) -> None:
     """``select.write_slots`` by way of int64 lists [programs, LIST], which it overwrites.
 
-    Of a row, only the scores of its first ``visible`` keys are used. With ``early`` the launch does not wait for the end
-    of the kernel before, which must be the one that writes the scores.
+    Of a row, only the scores of its first ``visible`` keys are used, and up to 3 after them are overwritten. With
+    ``early`` the launch does not wait for the end of the kernel before, which must be the one that writes the scores.
     """
     rows, K = topk_out.shape
     size = lists.shape[1]
