@@ -23,12 +23,14 @@ from compiled_dsa.custom_ops.kernels.common import (
     refuses_strides,
 )
 from compiled_dsa.custom_ops.kernels.select import group_size, maxima_of, write_slots
+from compiled_dsa.custom_ops.kernels.select_listed import list_size, programs_of, write_slots_listed
 from compiled_dsa.custom_ops.kernels.select_split import empty_counters, splits_of, write_slots_split
 from compiled_dsa.custom_ops.layout import PAGE, split_index_pool
 
 TILE_COLUMNS = 128  # rows * index heads of one tile of scores
 WAVES = 4  # programs a multiprocessor, where the rows are too few to fill the device
 PREFILL_ROWS = 8  # so many rows a request: the scores are bound by arithmetic, with fewer by reading keys
+PREFILL_REGISTERS = 128  # a thread: four programs a multiprocessor
 _LARGEST = tl.constexpr(3.4028234663852886e38)  # of finite fp32 numbers
 STAGES = 5  # pages are read two blocks ahead, their keys and scales one or two
 
@@ -154,9 +156,8 @@ def _scores(
             good = (page >= 0) & (page < pages)
             page = tl.where(good, page, 0).to(tl.int64)
             # Unmasked: the page is one of the pool. Scores and maxima past the row's last key are not read.
-            scale = tl.where(good, 1.0, float("nan"))
             if FP8:
-                scale *= tl.load(key_scales + page * scales_page + start % PAGE + lanes)
+                key_scale = tl.load(key_scales + page * scales_page + start % PAGE + lanes)
             offsets = (lanes * D)[:, None] + d[None, :]
             if STAGES is None:
                 block = keys + (page * keys_page + start % PAGE * D) + offsets
@@ -168,7 +169,9 @@ def _scores(
             if HI != HI_PADDED:  # a padded head of zeros times an infinite key is NaN
                 dots = tl.where(real[None, :], dots, 0.0)
             score = tl.sum(tl.reshape(dots * w[None, :], [BLOCK, ROWS, HI_PADDED]), axis=2)
-            score *= tl.broadcast_to(scale, [BLOCK])[:, None]
+            if FP8:  # not before the product, during which scales arrive
+                score *= key_scale[:, None]
+            score = tl.where(tl.broadcast_to(good, [BLOCK])[:, None], score, float("nan"))
             if FORCED:
                 position = (start + lanes)[:, None]
                 forced = (position < init_tokens) | (position >= (seen - local_tokens)[None, :])
@@ -252,7 +255,7 @@ def write_scores(
         ZEROED=0 if zeroed is None else zeroed.shape[1],
         num_warps=4,
         num_stages=1 if exact else 3,
-        maxnreg=128 if prefill and not group and not exact else None,  # four programs a multiprocessor
+        maxnreg=PREFILL_REGISTERS if prefill and not group and not exact else None,
     )
 
 
@@ -282,12 +285,16 @@ def run(
     columns = page_table.shape[1] * PAGE
     scored = columns > K
     rows_per_request = max(1, T // page_table.shape[0])
-    group = group_size(columns, K, rows_per_request >= PREFILL_ROWS)
+    prefill = rows_per_request >= PREFILL_ROWS
+    listed = list_size(columns, K, prefill)
+    programs = programs_of(T, 4 * columns, listed, scratch_bytes, q.device)
+    group = 0 if programs else group_size(columns, K, prefill)
     rows_at_once = T
     if scored and scratch_bytes is not None:
         if scratch_bytes < 4 * (columns + maxima_of(columns, group)):
             group = 0
-        slices = triton.cdiv(T, scratch_bytes // (4 * (columns + maxima_of(columns, group))))
+        row_bytes = 4 * (columns + maxima_of(columns, group))
+        slices = triton.cdiv(T, (scratch_bytes - 8 * listed * programs) // row_bytes)
         rows_at_once = triton.cdiv(T, slices)  # the same for all slices
     scratch_rows = rows_at_once if scored else 0
     scores = torch.empty(scratch_rows, columns, dtype=torch.float32, device=q.device)
@@ -295,6 +302,7 @@ def run(
     # a budget is that of prefill, whose rows are many
     splits = splits_of(T, columns, K, group, q.device) if scratch_bytes is None else 0
     counters = empty_counters(T, splits, q.device)
+    lists = torch.empty(programs, listed, dtype=torch.int64, device=q.device)
     early = scored and dependent_launch(q.device)
     for start in range(0, T, rows_at_once):
         part = slice(start, min(start + rows_at_once, T))
@@ -307,5 +315,7 @@ def run(
         positions = None if positions_out is None else positions_out[part]
         if splits:
             write_slots_split(scores, maxima, counters, *rows, topk_out, pool.shape[0], group, splits, early, positions)
+        elif programs:
+            write_slots_listed(scores, lists, *rows, topk_out[part], pool.shape[0], early, positions)
         else:
             write_slots(scores, maxima, *rows, topk_out[part], pool.shape[0], group, early, positions)
