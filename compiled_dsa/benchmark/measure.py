@@ -39,7 +39,7 @@ class Clock:
 
     device_us: Callable[..., float] = timing.device_us
     host_us: Callable[..., float] = timing.host_us
-    launches: Callable[..., list[str]] = timing.launches
+    launches: Callable[..., list[timing.Launch]] = timing.launches
 
 
 class Bench:
