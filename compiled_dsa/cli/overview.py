@@ -19,8 +19,9 @@ from compiled_dsa.custom_ops.layout import FP8, index_pool_shape, latent_pool_sh
 from compiled_dsa.custom_ops.providers import ELSEWHERE
 from compiled_dsa.family import MODELS
 
-# T rows, H heads, N nope dim, V value dim, L latent dim, R rope dim, HI index heads, D index head dim, K top-k, P pages
-T, H, N, V, L, R = 1, 128, 128, 128, 512, 64
+# T rows, H heads, N nope dim, V value dim, L latent dim, R rope dim, Q q_lora rank, HI index heads, D index head dim,
+# K top-k, P pages
+T, H, N, V, L, R, Q = 1, 128, 128, 128, 512, 64, 1536
 HI, D, K, P = 64, 128, 2048, 1
 SCRATCH_BYTES = 1 << 20
 POOL_DTYPES = {"bf16": torch.bfloat16, "fp8": FP8}
@@ -42,10 +43,30 @@ def sample_arguments(op: str, pool_dtype: torch.dtype, device: torch.device) -> 
     attend = (latent_pool, topk, one, page_table, req_of_row)
     kv_b, scale, sinks = bf16(H, N + V, L), (N + R) ** -0.5, None
     filled = int32(T), int64(T), int32(T), int32(T), int32(2), int32(1)
+    codes_shape, codes_storage = index_pool_shape(P, D, FP8)
+    codes_pool = torch.zeros(codes_shape, dtype=codes_storage, device=device)
+    angles = fp32(T, R // 2), fp32(T, R // 2)
+    products, norms = (bf16(T, Q), bf16(T, L + R), bf16(T, D)), (bf16(Q), bf16(L), bf16(D), bf16(D))
+    encoded = bf16(T, H, R), torch.zeros(T, HI, D, dtype=FP8, device=device), fp32(T, HI)
     return {
         "batch_metadata": (one, one, page_table, None, *filled),
         "store_latents": (latent_pool, bf16(T, L), bf16(T, R), int64(T)),
         "store_index_keys": (index_pool, bf16(T, D), int64(T), False),
+        "store_tokens": (
+            latent_pool,
+            codes_pool,
+            bf16(T, Q),
+            *products,
+            *norms,
+            *angles,
+            int64(T),
+            1e-6,
+            1e-6,
+            True,
+            True,
+            False,
+        ),
+        "encode_queries": (*encoded, bf16(T, H, R), bf16(T, HI, D), fp32(T, HI), *angles, 1.0, True, True, False),
         "index_topk_decode": select,
         "index_topk_prefill": (*select, SCRATCH_BYTES),
         "sparse_mla_decode": (bf16(T, H, L), bf16(T, H, R), *attend, scale, sinks, bf16(T, H, L), fp32(T, H)),

@@ -31,6 +31,17 @@ def arguments(name: str, T: int, device, fp8: bool, topk: bool = True) -> tuple:
         return latent_pool, torch.randn(T, 128, device=device), torch.randn(T, 32, device=device), slots
     if name == "store_index_keys":
         return index_pool, torch.randn(T, 32, device=device), slots, True
+    angles = torch.randn(T, 16, device=device)
+    if name == "store_tokens":
+        pools = latent_pool, random_index_pool(7, 32, FP8, device)
+        q_lora, q_a, kv, k = (torch.randn(T, n, device=device) for n in (48, 48, 160, 32))
+        norms = [torch.randn(n, device=device) for n in (48, 128, 32, 32)]
+        return *pools, q_lora, q_a, kv, k, *norms, angles, angles, slots, 1e-6, 1e-6, True, True, True
+    if name == "encode_queries":
+        codes = torch.zeros(T, 3, 64, dtype=torch.uint8, device=device).view(FP8)
+        outs = torch.zeros(T, 5, 32, device=device), codes, torch.zeros(T, 3, device=device)
+        queries = torch.randn(T, 5, 32, device=device), torch.randn(T, 3, 64, device=device)
+        return *outs, *queries, torch.randn(T, 3, device=device), angles, angles, 0.5, True, False, True
     if name.startswith("index_topk"):
         q = torch.randn(T, 8, 32, device=device).to(FP8 if fp8 else torch.float32)
         out = torch.zeros(T, 24, **integers)
@@ -55,6 +66,8 @@ def test_fault_h2_ops_return_nothing_and_mutate_what_they_write(name):
     writes = {"store_latents": ["pool"], "store_index_keys": ["pool"], "sparse_mla_decode": ["out", "lse"]}
     writes["batch_metadata"] = ["positions", "slots", "req_of_row", "visible", "q_start", "kv_out"]
     writes["mla_prefill"] = ["out"]
+    writes["store_tokens"] = ["latent_pool", "index_pool", "q_lora"]
+    writes["encode_queries"] = ["q_rope", "index_q", "weights"]
     assert mutated == writes.get(name, ["topk_out", "positions_out"])
 
 
@@ -77,6 +90,8 @@ def test_what_was_asked_for_is_never_replaced(name):
         double[8], double[10] = args[8], args[10]
     if name == "mla_prefill":
         double[9] = args[9]
+    if name == "encode_queries":
+        double[2] = args[2]
     if name == "batch_metadata":  # integers only; kernels refuse its page table when columns are not dense
         double[2] = args[2].t().contiguous().t()
     with pytest.raises(ValueError, match=r"triton: .* has (dtype torch.float64; it must be torch.float32 or|strides)"):
@@ -90,7 +105,7 @@ def test_fault_h3_opcheck(name, T, fp8, topk, device):
     if not topk and "mla" not in name:
         pytest.skip("the op has no topk argument")
     utils = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if fp8 and name.startswith("index_topk"):
+    if fp8 and name.startswith("index_topk") or name == "encode_queries":
         utils = utils[1:]  # torch cannot compare e4m3 tensors, which test_schema does with the query
     torch.library.opcheck(OPS[name].overload, arguments(name, T, device, fp8, topk), test_utils=utils)
 
