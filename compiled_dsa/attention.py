@@ -17,6 +17,7 @@ from compiled_dsa.custom_ops.mla_prefill import mla_prefill
 from compiled_dsa.custom_ops.rotation import rotate
 from compiled_dsa.custom_ops.sparse_mla import sparse_mla_decode
 from compiled_dsa.custom_ops.store_latents import store_latents
+from compiled_dsa.custom_ops.unabsorb import unabsorb
 from compiled_dsa.indexer import Indexer, write_visible_positions
 from compiled_dsa.packing import GROUPS, PackedProjections, product
 from compiled_dsa.rope import SoftmaxScaling, query_factors
@@ -184,12 +185,13 @@ class SparseAttention(PackedProjections):
         sinks = local(self.sinks).float() if c.sinks else None
         where = (latent_pool, topk, batch.visible, batch.page_table, batch.req_of_row)  # the ops count no lane past K
         if batch.kind == DECODE:
-            # absorb and un-absorb as batched GEMMs over heads; the op takes the [H, T, L] layout through strides
+            # absorb and un-absorb are batched GEMMs over heads; the ops take the [H, T, L] layout through strides
             q_latent = torch.bmm(p.q_nope.transpose(0, 1), kv_b[:, :N]).transpose(0, 1)  # [T, H, L]
             o = torch.empty(H, T, c.kv_lora_rank, dtype=q_latent.dtype, device=q_latent.device).transpose(0, 1)
             lse = torch.empty(T, H, dtype=torch.float32, device=q_latent.device)
             sparse_mla_decode(q_latent, p.q_rope, *where, c.scale, sinks, o, lse)
-            out = torch.bmm(o.transpose(0, 1), kv_b[:, N:].transpose(1, 2)).transpose(0, 1)  # [T, H, V]
+            out = torch.empty(T, H, c.v_head_dim, dtype=q_latent.dtype, device=q_latent.device)
+            unabsorb(o, kv_b[:, N:], out)
         else:
             out = torch.empty(T, H, c.v_head_dim, dtype=p.q_nope.dtype, device=p.q_nope.device)
             most = c.index_topk if topk is None and batch.skip_scores else None

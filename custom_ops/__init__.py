@@ -16,6 +16,7 @@ from compiled_dsa.custom_ops.sparse_mla import SPARSE_MLA_DECODE
 from compiled_dsa.custom_ops.store_index_keys import STORE_INDEX_KEYS
 from compiled_dsa.custom_ops.store_latents import STORE_LATENTS
 from compiled_dsa.custom_ops.store_tokens import STORE_TOKENS
+from compiled_dsa.custom_ops.unabsorb import UNABSORB
 
 __all__ = [
     "BATCH_METADATA",
@@ -28,5 +29,6 @@ __all__ = [
     "STORE_INDEX_KEYS",
     "STORE_LATENTS",
     "STORE_TOKENS",
+    "UNABSORB",
     "Op",
 ]

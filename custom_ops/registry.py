@@ -34,7 +34,8 @@ class Op:
         name: the name under ``torch.ops.compiled_dsa``.
         check: raises ``ValueError`` on arguments outside the contract; runs before every call and while tracing.
         reference: the specification in plain torch, which is also the CPU implementation.
-        providers: name -> module path, in the order in which they are tried on a GPU.
+        providers: name -> module path, in the order in which they are tried on a GPU. Without any, the reference runs
+            there too.
         split: True when graphs are cut at this op (it runs between captured segments, not inside one).
         rows: of a split op, place of each argument with one entry a row -> what its padding rows hold after a call
             between segments, None for one that is only read (capture.py).
@@ -65,7 +66,7 @@ class Op:
 
     def candidates(self, device: torch.device) -> tuple[str, ...]:
         """The names tried in order where none was asked for."""
-        return (REFERENCE,) if device.type == "cpu" else tuple(self.providers)
+        return (REFERENCE,) if device.type == "cpu" or not self.providers else tuple(self.providers)
 
     def module(self, provider: str) -> ModuleType:
         """A provider's module, imported when first asked for."""
