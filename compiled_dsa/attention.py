@@ -14,13 +14,13 @@ from compiled_dsa.cache import LayerPools
 from compiled_dsa.config import DSAConfig
 from compiled_dsa.custom_ops.layout import compute_dtype, logical_slots
 from compiled_dsa.custom_ops.mla_prefill import mla_prefill
-from compiled_dsa.custom_ops.rotation import rotate
+from compiled_dsa.custom_ops.rope import rotate
 from compiled_dsa.custom_ops.sparse_mla import sparse_mla_decode
 from compiled_dsa.custom_ops.store_latents import store_latents
 from compiled_dsa.custom_ops.unabsorb import unabsorb
 from compiled_dsa.indexer import Indexer, write_visible_positions
 from compiled_dsa.packing import GROUPS, PackedProjections, product
-from compiled_dsa.rope import SoftmaxScaling, query_factors
+from compiled_dsa.softmax_scaling import SoftmaxScaling, query_factors
 from compiled_dsa.weights import dequantize_rows, local, up_projection
 
 
@@ -106,7 +106,7 @@ class SparseAttention(PackedProjections):
 
         Args:
             positions: int [T], read with ``query_scaling`` only.
-            deinterleave: rope values in Hugging Face's order (rope.py).
+            deinterleave: rope values in Hugging Face's order (custom_ops/rope.py).
             scores: the layer's indexer will score; what it needs for that is made too where it is packed.
             fp8: the indexer has an fp8 cache.
         """

@@ -12,10 +12,10 @@ from compiled_dsa.batch import DECODE, Batch
 from compiled_dsa.config import DSAConfig
 from compiled_dsa.custom_ops.index_topk import index_topk_decode, index_topk_prefill
 from compiled_dsa.custom_ops.layout import compute_dtype
-from compiled_dsa.custom_ops.rotation import rotate_part
+from compiled_dsa.custom_ops.rope import rotate_part
 from compiled_dsa.custom_ops.store_index_keys import quantize_rows, store_index_keys
 from compiled_dsa.packing import product
-from compiled_dsa.rope import SoftmaxScaling, query_factors
+from compiled_dsa.softmax_scaling import SoftmaxScaling, query_factors
 from compiled_dsa.weights import FP8, effective_weight, is_readable
 
 
@@ -78,7 +78,7 @@ class Indexer(nn.Module):
     ) -> Tensor:
         """Index keys [T, D] of hidden states [T, hidden]; fp32 for an fp8 cache, else in the wider dtype of x and cos.
 
-        ``deinterleave``: rope values in the order in which Hugging Face caches them (rope.py); as for queries.
+        ``deinterleave``: rope values in the order in which Hugging Face caches them (custom_ops/rope.py).
         """
         k = product(self, "wk", x, made)
         # hy_v4 keeps this norm in fp32 and computes it there
