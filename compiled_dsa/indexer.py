@@ -29,16 +29,11 @@ def hadamard_matrix(size: int) -> Tensor:
         return matrix / size**0.5
 
 
-def visible_positions(batch: Batch, K: int) -> Tensor:
-    """int32 [T, K]: what is selected where every visible key is: positions 0, 1, .. of each row, then -1."""
-    lanes = torch.arange(K, dtype=torch.int32, device=batch.visible.device)
-    return torch.where(lanes < batch.visible[:, None], lanes, -1)
-
-
 def write_visible_positions(batch: Batch, positions_out: Tensor | None) -> None:
-    """What a selection of every visible key, which is None, leaves in ``positions_out``, if that is wanted."""
+    """Where every visible key is selected: positions 0, 1, .. of each row, then -1, into ``positions_out`` if given."""
     if positions_out is not None:
-        positions_out.copy_(visible_positions(batch, positions_out.shape[1]))
+        lanes = torch.arange(positions_out.shape[1], dtype=torch.int32, device=batch.visible.device)
+        positions_out.copy_(torch.where(lanes < batch.visible[:, None], lanes, -1))
 
 
 class Indexer(nn.Module):
