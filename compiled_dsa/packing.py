@@ -38,6 +38,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
 Model = TypeVar("Model", bound=nn.Module)
 
 
+def group_names(group: str, *, scores: bool) -> tuple[str, ...]:
+    """The projections of a group; without scores not its last one, which only these need."""
+    return GROUPS[group] if scores else GROUPS[group][:-1]
+
+
 def pack_projections(model: Model) -> Model:
     """Packs the projections of every attention layer in ``model``, in place, and returns it.
 
@@ -220,13 +225,18 @@ def product(owner: Any, name: str, x: Tensor, made: dict[str, Tensor] | None) ->
     return made[name] if made and name in made else getattr(owner, name)(x)
 
 
+def unhooked(module: nn.Module) -> bool:
+    """Does a call run the forward of its class alone? accelerate and tensor-parallel plans wrap that of an instance."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def _is_plain(linear: Any) -> bool:
     """Is a call of it a product with its weight and nothing else?"""
-    return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
+    return type(linear) is nn.Linear and unhooked(linear)
 
 
 def _can_pack(linear: Any) -> bool:
-    if not _is_plain(linear) or "forward" in vars(linear):  # accelerate and tensor-parallel plans wrap it there
+    if not _is_plain(linear):
         return False
     for parameter in linear._parameters.values():
         if parameter is None:

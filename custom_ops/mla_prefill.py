@@ -18,19 +18,7 @@ DEFAULT_SCRATCH_BYTES = 512 << 20
 
 
 def check(
-    q_nope,
-    q_rope,
-    pool,
-    topk,
-    count,
-    page_table,
-    req_of_row,
-    kv_b,
-    scale,
-    sinks,
-    out,
-    scratch_bytes,
-    max_count=None,
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None
 ) -> None:
     check_shape("q_nope", q_nope, None, None, None)
     T, H, N = q_nope.shape
@@ -61,19 +49,7 @@ def row_scratch_bytes(q_nope: Tensor, kv_b: Tensor) -> int:
 
 
 def reference(
-    q_nope,
-    q_rope,
-    pool,
-    topk,
-    count,
-    page_table,
-    req_of_row,
-    kv_b,
-    scale,
-    sinks,
-    out,
-    scratch_bytes,
-    max_count=None,
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None
 ) -> None:
     """out = W_UV softmax(scale * ((q_nope W_UK) . c + q_rope . k_rope)) c over the selected tokens."""
     T, _, N = q_nope.shape

@@ -1,10 +1,12 @@
-"""index_topk in Triton: scores of a slice of rows into scratch, then an exact selection, one program a row.
+"""index_topk in Triton: scores of a slice of rows into scratch, then an exact selection.
 
 The scores kernel multiplies a block of keys with all index heads of up to ``128 / HI`` rows at once, so that rows of a
 request share the loads of its keys; for long rows it also leaves the maximum of every few neighbouring scores. A key
-that is always chosen gets a score of +inf; other such scores then become the largest finite number. In the
-selection (select.py) the lowest positions win among equal scores, with and without ``deterministic``. Rows that see at
-most K keys take them all; their scores are neither computed nor read.
+that is always chosen gets a score of +inf; other such scores then become the largest finite number.
+
+Three kernels select: one program a row (select.py), several where rows are few and long (select_split.py), and one that
+reads a long row of a prefill once (select_listed.py). In all of them the lowest positions win among equal scores, with
+and without ``deterministic``. Rows that see at most K keys take them all; their scores are neither computed nor read.
 
 Legend: HI index heads, D index head dim, P pages, W columns of the page table.
 """

@@ -15,12 +15,11 @@ request in scratch, G heads that are expanded at a time.
 import triton
 import triton.language as tl
 
-from compiled_dsa.custom_ops.kernels.common import dot_precision, paged_slots
+from compiled_dsa.custom_ops.kernels.common import LOG2E, dot_precision, finite, paged_slots
 from compiled_dsa.custom_ops.kernels.mla_prefill_plan import Plan, chunks, padded
 from compiled_dsa.custom_ops.layout import LATENT_GROUP, PAGE, split_latent_pool
 
 _PAGE = tl.constexpr(PAGE)
-_LOG2E = tl.constexpr(1.4426950408889634)
 _NOWHERE = tl.constexpr(2**31 - 1)
 
 _ROWS = 128  # of a program that looks at counts
@@ -153,9 +152,8 @@ def _scores(
 def _accumulate(acc, total, maximum, scores, unit, values, PRECISION: tl.constexpr):
     """One block of online softmax: (acc, total, maximum), the maximum in units of log2."""
     new = tl.maximum(maximum, tl.max(scores, axis=1) * unit)
-    finite = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(scores * unit - finite[:, None])
-    shrink = tl.exp2(maximum - finite)
+    p = tl.exp2(scores * unit - finite(new)[:, None])
+    shrink = tl.exp2(maximum - finite(new))
     total = total * shrink + tl.sum(p, axis=1)
     acc = tl.dot(p.to(values.dtype), values, acc=acc * shrink[:, None], input_precision=PRECISION)
     return acc, total, new
@@ -234,7 +232,7 @@ def _attend(
         first = current.to(tl.int64) * room
         of_head = keys + (tl.program_id(1).to(tl.int64) * requests * room + first) * (N + V)
         of_rope = rope + first * R
-        unit = scale * _LOG2E
+        unit = scale * LOG2E
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, V_PADDED], tl.float32)
@@ -255,11 +253,10 @@ def _attend(
             acc, total, maximum = _accumulate(acc, total, maximum, scores, unit, values, PRECISION)
 
         if SINKS:
-            sink = tl.load(sinks + head) * _LOG2E
+            sink = tl.load(sinks + head) * LOG2E
             new = tl.maximum(maximum, sink)
-            finite = tl.where(new == float("-inf"), 0.0, new)
-            shrink = tl.exp2(maximum - finite)
-            total = total * shrink + tl.exp2(sink - finite)
+            shrink = tl.exp2(maximum - finite(new))
+            total = total * shrink + tl.exp2(sink - finite(new))
             acc = acc * shrink[:, None]
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(to, acc.to(out.dtype.element_ty), mask=mine[:, None] & (column < V))

@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from compiled_dsa.custom_ops.kernels.common import multiprocessors
-from compiled_dsa.custom_ops.kernels.sparse_mla_consume import Heads
+from compiled_dsa.custom_ops.kernels.sparse_mla_consume import LN2, LOG2E, Heads, tma_store
 from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, produce_dequantised, store_q_rope
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     HALF,
@@ -38,17 +38,16 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     ROPE,
     L,
     Rows,
+    finite_of,
     lanes_of_tile,
     place_of_tile,
     steps_of,
     tile_of,
+    tma_load,
 )
+from compiled_dsa.custom_ops.kernels.sparse_mla_hopper import FEW_HEADS
 from compiled_dsa.custom_ops.layout import PAGE
 
-MAX_HEADS = 32
-
-_LOG2E = gl.constexpr(1.4426950408889634)
-_LN2 = gl.constexpr(0.6931471805599453)
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
 _VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -56,9 +55,6 @@ _VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # A thread of the second consumer, of a producer. Four have 512, three 504; the first consumer has what they leave.
 _REGISTERS = gl.constexpr(144)
 _PRODUCER_REGISTERS = gl.constexpr(112)
-
-_tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 class _Buffers(NamedTuple):
@@ -93,12 +89,6 @@ class _Barriers(NamedTuple):
 
 
 @gluon.jit
-def _finite(maximum):
-    """The value to subtract before exponentiating: 0 where nothing was seen, so that exp2(-inf - x) is 0, not NaN."""
-    return gl.where(maximum == NONE, 0.0, maximum)
-
-
-@gluon.jit
 def _block(left, right, total, maximum, step, buffers, barriers, unit, zero, SIDE: gl.constexpr, S: gl.constexpr):
     """Scores a block and adds it to the sums [256, N] of the left and right latents; S is the layout of all products.
 
@@ -125,7 +115,7 @@ def _block(left, right, total, maximum, step, buffers, barriers, unit, zero, SID
     # the smaller of NaN and -inf is -inf: lanes without token weigh nothing whatever the query of a padding row holds
     scores = gl.minimum(scores, gl.expand_dims(bound, 1))
     new = gl.maximum(maximum, gl.max(scores, axis=0) * unit)
-    finite = _finite(new)
+    finite = finite_of(new)
     shrink = gl.expand_dims(gl.exp2(maximum - finite), 0)
     p = gl.exp2(scores * unit - gl.expand_dims(finite, 0))
     weights = buffers.weights.index(varying + CONSUMER).permute((1, 0))
@@ -148,8 +138,8 @@ def _fetch_queries(q_desc, heads, rows, tile, buffers, barriers):
     N: gl.constexpr = buffers.weights.shape[1]
     row, _split, _head = place_of_tile(rows, tile)
     mbarrier.expect(barriers.q_full, N * LATENT * 2)
-    _tma_load(q_desc, [row, 0, 0], barriers.q_full, buffers.q_left.index(0))
-    _tma_load(q_desc, [row, 0, HALF], barriers.q_full, buffers.q_right.index(0))
+    tma_load(q_desc, [row, 0, 0], barriers.q_full, buffers.q_left.index(0))
+    tma_load(q_desc, [row, 0, HALF], barriers.q_full, buffers.q_right.index(0))
     store_q_rope(heads, rows, tile, tile_of(buffers.q_rope, 0))
     mbarrier.arrive(barriers.q_full, count=1)
 
@@ -189,17 +179,17 @@ def _write(left, right, total, maximum, heads, rows, tile, buffers, barriers, S:
     if TWO:
         other = buffers.maximum.load(COLUMN)
         new = gl.maximum(maximum, other)
-        factor = gl.exp2(maximum - _finite(new))
-        other_factor = gl.exp2(other - _finite(new))
+        factor = gl.exp2(maximum - finite_of(new))
+        other_factor = gl.exp2(other - finite_of(new))
         total = total * factor + buffers.total.load(COLUMN) * other_factor
         maximum = new
-    log_sum = gl.where(total == 0.0, NONE, (maximum + gl.log2(total)) * _LN2)
+    log_sum = gl.where(total == 0.0, NONE, (maximum + gl.log2(total)) * LN2)
     where = heads.lse + part.to(gl.int64) * heads.lse_row + head * heads.lse_head
     gl.store(where, log_sum, mask=head < heads.H)
     shrink = gl.full([N], 1.0, gl.float32, layout=COLUMN)
     if heads.sinks is not None:
-        sink = gl.load(heads.sinks + head, mask=head < heads.H, other=NONE) * _LOG2E
-        top = _finite(gl.maximum(maximum, sink))
+        sink = gl.load(heads.sinks + head, mask=head < heads.H, other=NONE) * LOG2E
+        top = finite_of(gl.maximum(maximum, sink))
         shrink = gl.exp2(maximum - top)
         total = total * shrink + gl.exp2(sink - top)
     shrink = shrink / gl.where(total == 0.0, 1.0, total)
@@ -210,8 +200,8 @@ def _write(left, right, total, maximum, heads, rows, tile, buffers, barriers, S:
     tile_of(buffers.out_left, 0).permute((1, 0)).store(left)
     tile_of(buffers.out_right, 0).permute((1, 0)).store(right)
     fence_async_shared()
-    _tma_store(heads.o_desc, [part, 0, 0], buffers.out_left.index(0))
-    _tma_store(heads.o_desc, [part, 0, HALF], buffers.out_right.index(0))
+    tma_store(heads.o_desc, [part, 0, 0], buffers.out_left.index(0))
+    tma_store(heads.o_desc, [part, 0, HALF], buffers.out_right.index(0))
     tma.store_wait(0)
     if TWO:
         mbarrier.arrive(barriers.sums_empty, count=1)
@@ -331,7 +321,7 @@ def _attend(
     fence_async_shared()
     rows = Rows(ids, ids_row, width, count, req_of_row, pages, number, splits, 1)
     heads = Heads(H, q_rope, q_rope_row, q_rope_head, o_desc, sinks, lse, lse_row, lse_head)
-    unit = scale * _LOG2E * LIFT
+    unit = scale * LOG2E * LIFT
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -360,7 +350,7 @@ def launch(
 ) -> None:
     """As ``sparse_mla_gluon.launch``, of an fp8 pool and at most 32 heads; ``out`` is bf16."""
     T, H, _ = q_latent.shape
-    heads = 16 if H <= 16 else MAX_HEADS
+    heads = 16 if H <= 16 else FEW_HEADS
     splits = out.shape[0] if out.dim() == 4 else 1
     out = out.flatten(0, -3)
     ids = page_table if topk is None else topk

@@ -199,6 +199,17 @@ def test_hooks_are_called():
     assert len(seen) == 3
 
 
+def test_wrapped_forwards_are_called():
+    """As accelerate wraps them, of an instance."""
+    layer = pack_projections(make_layer())
+    forward = layer.indexer.wk.forward
+    layer.indexer.wk.forward = lambda x: forward(x) * 2
+    changed = outputs(layer)
+    del layer.indexer.wk.forward
+    layer.indexer.wk.weight.mul_(2)
+    assert_close(outputs(layer), changed)
+
+
 def test_gradients():
     """The loss reaches every parameter, as it does without packing."""
     layer = pack_projections(make_layer().requires_grad_())
