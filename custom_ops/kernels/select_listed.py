@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_dsa.custom_ops.kernels.common import multiprocessors, paged_slots
-from compiled_dsa.custom_ops.kernels.select import LOAD, _index, _threshold, _to_key, _to_score
+from compiled_dsa.custom_ops.kernels.common import multiprocessors
+from compiled_dsa.custom_ops.kernels.select import LOAD, store_all, threshold_of, tile_index, to_key, to_score
 from compiled_dsa.custom_ops.layout import PAGE
 
 LISTED_SCORES = 1 << 13  # rows up to here stay in registers whole (select.py)
@@ -31,20 +31,9 @@ LISTS_SHARE = 8  # of the scratch budget, lists take at most this part
 
 
 @triton.jit
-def _take_all(table, out, out_positions, n, pages, K, WIDTH: tl.constexpr, POSITIONS: tl.constexpr):
-    """A row that sees at most K keys takes them in order."""
-    for start in range(0, K, WIDTH):
-        lane = start + tl.arange(0, WIDTH)
-        slot = paged_slots(table, lane, lane < n, pages).to(tl.int32)
-        tl.store(out + lane, slot, mask=lane < K)
-        if POSITIONS:
-            tl.store(out_positions + lane, tl.where(slot >= 0, lane, -1), mask=lane < K)
-
-
-@triton.jit
 def _above(score):
     """The next larger number; NaN above +inf, which no score reaches."""
-    return _to_score(_to_key(score) + 1)
+    return to_score(to_key(score) + 1)
 
 
 @triton.jit
@@ -53,7 +42,7 @@ def _sampled_bound(line, n, K, LIST: tl.constexpr, SAMPLE: tl.constexpr, WIDTH: 
 
     One load in every ``n / SAMPLE * LOAD`` scores, at a place that differs from one to the next.
     """
-    load = _index(SAMPLE // LOAD, WIDTH // LOAD)
+    load = tile_index(SAMPLE // LOAD, WIDTH // LOAD)
     loads = n // LOAD
     stride = loads // (SAMPLE // LOAD)
     jitter = ((((load * 40503) & 0xFFFF).to(tl.uint32) * stride.to(tl.uint32)) >> 16).to(tl.int32)
@@ -62,14 +51,14 @@ def _sampled_bound(line, n, K, LIST: tl.constexpr, SAMPLE: tl.constexpr, WIDTH: 
     score = tl.load(line + position)
     # of so many scores: a tenth more or fewer saves guesses; the sample's own error is a sixteenth at 32768 scores
     rank = tl.maximum(SAMPLE * (K + AIM * (LIST - K)) / n, 1.0).to(tl.int32)
-    sure, bound, last = _threshold(score, position, n, float("-inf"), rank - rank // 10, rank + rank // 10)
+    sure, bound, last = threshold_of(score, position, n, float("-inf"), rank - rank // 10, rank + rank // 10)
     return bound
 
 
 @triton.jit
 def _read_list(listed, count, LIST: tl.constexpr, WIDTH: tl.constexpr, LOAD: tl.constexpr):
     """(scores, positions) of a list; NaN past its end."""
-    lane = _index(LIST // LOAD, WIDTH // LOAD)[:, :, None] * LOAD + tl.arange(0, LOAD)[None, None, :]
+    lane = tile_index(LIST // LOAD, WIDTH // LOAD)[:, :, None] * LOAD + tl.arange(0, LOAD)[None, None, :]
     packed = tl.load(listed + lane, mask=lane < count, other=0)
     score = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.where(lane < count, score, float("nan")), packed.to(tl.int32)
@@ -99,7 +88,7 @@ def _places(taken, first):
 @triton.jit
 def _k_best(score, position, n, K):
     """(scores, NaN instead of those equal to the threshold that are too many; the threshold, which K of them reach)"""
-    sure, threshold, last = _threshold(score, position, n, float("-inf"), K, K)
+    sure, threshold, last = threshold_of(score, position, n, float("-inf"), K, K)
     if last > 0:
         score = tl.where((score == threshold) & (position >= last), float("nan"), score)
     return score, threshold
@@ -157,7 +146,7 @@ def _select_listed(
         out = topk_out + row * out_row
         out_positions = positions_out + row * positions_row
         if n <= K:
-            _take_all(table, out, out_positions, n, pages, K, WIDTH, POSITIONS)
+            store_all(out, out_positions, table, n, pages, K, WIDTH, POSITIONS)
         else:
             line = scores + row * scores_row
             # NaN up to a multiple of LOAD, within the row's memory: LOAD scores are loaded under one condition
