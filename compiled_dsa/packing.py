@@ -11,9 +11,9 @@ with scales, LoRA, tensor-parallel shards, hooks, offloaded weights), has anothe
 group, or shares memory of its weight with another module, stays outside and is called as ever.
 
 Nothing is ever computed from stale weights. ``to()``, copying and unpickling pack anew. A weight that is replaced, gets
-hooks or an adapter, or needs a gradient has its group called one by one until ``pack_projections`` is called again.
-Weights moved by assignment to ``.data`` are copied back into the buffer before the next eager forward, or before the
-next forward of a model after ``replace_attention``, compiled or not.
+hooks, a wrapper or an adapter, or needs a gradient has its group called one by one until ``pack_projections`` is called
+again. Weights moved by assignment to ``.data`` are copied back into the buffer before the next eager forward, or before
+the next forward of a model after ``replace_attention``, compiled or not.
 
 Legend: T rows.
 """
@@ -120,7 +120,8 @@ class PackedProjections(nn.Module):
     def _is_current(self, pack: Pack) -> bool:
         """Would calls of the projections multiply with what is packed?
 
-        Compiled code guards the answer, except for hooks, of which torch.compile takes no notice once it has traced.
+        Compiled code guards the answer, except for hooks and wrappers, of which torch.compile takes no notice once it
+        has traced.
         """
         if torch.is_grad_enabled() and any(p.requires_grad for p in pack.parameters()):
             return False
@@ -222,11 +223,13 @@ def product(owner: Any, name: str, x: Tensor, made: dict[str, Tensor] | None) ->
 
 def _is_plain(linear: Any) -> bool:
     """Is a call of it a product with its weight and nothing else?"""
-    return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
+    if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+        return False
+    return "forward" not in vars(linear)  # accelerate and tensor-parallel plans wrap it there
 
 
 def _can_pack(linear: Any) -> bool:
-    if not _is_plain(linear) or "forward" in vars(linear):  # accelerate and tensor-parallel plans wrap it there
+    if not _is_plain(linear):
         return False
     for parameter in linear._parameters.values():
         if parameter is None:

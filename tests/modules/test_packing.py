@@ -199,6 +199,16 @@ def test_hooks_are_called():
     assert len(seen) == 3
 
 
+def test_wrapped_forwards_are_called():
+    layer = pack_projections(make_layer())
+    wk = layer.indexer.wk
+    wk.forward = lambda x: 2 * nn.functional.linear(x, wk.weight)  # as accelerate does it
+    changed = outputs(layer)
+    del wk.forward
+    wk.weight.mul_(2)
+    assert_close(outputs(layer), changed)
+
+
 def test_gradients():
     """The loss reaches every parameter, as it does without packing."""
     layer = pack_projections(make_layer().requires_grad_())
