@@ -260,7 +260,7 @@ def run(
     T, K = topk_out.shape
     if T == 0 or K == 0:
         return
-    if pool.shape[0] == 0 or page_table.shape[0] == 0:
+    if pool.shape[0] == 0 or page_table.numel() == 0:
         for out in (topk_out, positions_out):
             if out is not None:
                 out.fill_(-1)
