@@ -17,6 +17,7 @@ import triton.language as tl
 
 from compiled_dsa.custom_ops.kernels.common import dot_precision, paged_slots
 from compiled_dsa.custom_ops.kernels.mla_prefill_plan import Plan, chunks, padded
+from compiled_dsa.custom_ops.kernels.sparse_mla_combine import finite
 from compiled_dsa.custom_ops.layout import LATENT_GROUP, PAGE, split_latent_pool
 
 _PAGE = tl.constexpr(PAGE)
@@ -153,9 +154,9 @@ def _scores(
 def _accumulate(acc, total, maximum, scores, unit, values, PRECISION: tl.constexpr):
     """One block of online softmax: (acc, total, maximum), the maximum in units of log2."""
     new = tl.maximum(maximum, tl.max(scores, axis=1) * unit)
-    finite = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(scores * unit - finite[:, None])
-    shrink = tl.exp2(maximum - finite)
+    subtracted = finite(new)
+    p = tl.exp2(scores * unit - subtracted[:, None])
+    shrink = tl.exp2(maximum - subtracted)
     total = total * shrink + tl.sum(p, axis=1)
     acc = tl.dot(p.to(values.dtype), values, acc=acc * shrink[:, None], input_precision=PRECISION)
     return acc, total, new
@@ -257,9 +258,8 @@ def _attend(
         if SINKS:
             sink = tl.load(sinks + head) * _LOG2E
             new = tl.maximum(maximum, sink)
-            finite = tl.where(new == float("-inf"), 0.0, new)
-            shrink = tl.exp2(maximum - finite)
-            total = total * shrink + tl.exp2(sink - finite)
+            shrink = tl.exp2(maximum - finite(new))
+            total = total * shrink + tl.exp2(sink - finite(new))
             acc = acc * shrink[:, None]
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(to, acc.to(out.dtype.element_ty), mask=mine[:, None] & (column < V))

@@ -3,7 +3,8 @@
 wgmma has 64 rows or none, so the kernel of more heads pads. Here the operands are swapped: 64 keys, then 64 latents,
 are the rows, and the heads are columns: scores^T = K Q^T, out^T = V^T weights^T. A block of 64 keys then costs what
 reading it from shared memory twice costs, 1100 cycles instead of 2200, and sums and scores take so few registers that
-two producers can hold 5 items of a block: the reads of the pool bound this one.
+there are two producers. What bounds this one is the turn of a block's steps: it is scored, exponentiated and summed by
+one consumer, one step after the other.
 
 One consumer, and two producers (sparse_mla_dequantise): of the left half, and of the right half and rope. Shared
 memory, barriers and splits are those of sparse_mla_gluon.
@@ -249,9 +250,8 @@ def _attend(
         mbarrier.init(barriers.right_full.index(stage), count=1)
         mbarrier.init(barriers.left_empty.index(stage), count=1)
         mbarrier.init(barriers.right_empty.index(stage), count=1)
-        mbarrier.init(
-            barriers.rope_full.index(stage), count=129
-        )  # each producer thread, as its copies arrive, and once
+        # each producer thread, as its copies arrive, and once for the bound
+        mbarrier.init(barriers.rope_full.index(stage), count=129)
         mbarrier.init(barriers.rope_empty.index(stage), count=1)
     fence_async_shared()
     rows = Rows(ids, ids_row, width, count, req_of_row, pages, number, splits, 1)
