@@ -13,6 +13,8 @@ import itertools
 import json
 import statistics
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,7 @@ from compiled_dsa.compile import CompiledForward
 from compiled_dsa.custom_ops.layout import FP8, PAGE
 from compiled_dsa.graphs.buckets import Buckets
 from compiled_dsa.graphs.buffers import Call
-from compiled_dsa.graphs.capture import Break
+from compiled_dsa.graphs.capture import Break, Recording
 from compiled_dsa.graphs.runner import GraphMemory, GraphRunner, Step
 from compiled_dsa.huggingface import PagedCache
 from compiled_dsa.huggingface.small_models import MODELS, SMALL, SMALL_MLP, model_config, random_model
@@ -187,12 +189,12 @@ def measure_time(model, pool, compiled, runtimes: dict[str, GraphRunner], rows: 
 
 
 def host_time_by_layers(args) -> dict[int, dict[str, float]]:
-    """Host time of one full-graph decode step of stacks of small layers, and of the launch of its graph alone.
+    """Host time of one full-graph decode step of stacks of small layers, and of it the launch of the graph.
 
     A graph of more kernels takes longer to launch; whatever else a step does must not take longer with more layers.
     Layers are not compiled: what a step does on the host is the same, and there are more kernels to launch.
     """
-    steps, launches = {}, {}
+    steps, recordings = {}, {}
     for layers in (1, 4, 16):
         model, pool = served(args, layers, **SMALL)
         runner = GraphRunner(CompiledForward(model.forward, backend="eager"), cut=False)
@@ -200,15 +202,36 @@ def host_time_by_layers(args) -> dict[int, dict[str, float]]:
         ids, batch = random_call(DECODE, True, 64, 0, torch.Generator().manual_seed(0))
         _, step = planner.plan((ids, batch, pool), {})
         runner(step)
-        (launch,) = runner.captured(step, Call(step.args, step.kwargs, step.bucket)).recording.parts
-        steps[layers], launches[layers] = partial(runner, step), launch.replay
-    rounds = [{n: (host_us(steps[n]), host_us(launches[n])) for n in steps} for _ in range(15)]  # taken in turn
+        recordings[layers] = runner.captured(step, Call(step.args, step.kwargs, step.bucket)).recording
+        steps[layers] = partial(runner, step)
+    rounds = [{n: _step_and_launch(steps[n], recordings[n]) for n in steps} for _ in range(400)]  # taken in turn
     result = {}
     for layers in steps:
-        whole, alone = (statistics.median(times[layers][i] for times in rounds) for i in range(2))
-        result[layers] = {"step": whole, "launch": alone, "beside the launch": whole - alone}
+        whole, launch = (statistics.median(times[layers][i] for times in rounds) for i in range(2))
+        beside = statistics.median(times[layers][0] - times[layers][1] for times in rounds)
+        result[layers] = {"step": whole, "launch": launch, "beside the launch": beside}
     console.print(f"host us of a full decode step by layers: {result}")
     return result
+
+
+def _step_and_launch(step: Callable[[], object], recording: Recording) -> tuple[float, float]:
+    """Host us of a step on an idle device, and of the launch of its one graph therein."""
+    seconds = []
+    (graph,) = recording.parts
+
+    class Clocked:
+        def replay(self) -> None:
+            start = time.perf_counter()
+            graph.replay()
+            seconds.append(time.perf_counter() - start)
+
+    recording.parts[:] = [Clocked()]
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    whole = time.perf_counter() - start
+    recording.parts[:] = [graph]
+    return whole * 1e6, seconds[0] * 1e6
 
 
 # ---- capture and memory ----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Static input buffers of a captured graph: allocated once, refilled before every replay."""
 
+from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any, Protocol
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_SHAPES_KEPT = 64
 
 
 class CaptureError(RuntimeError):
@@ -102,6 +104,7 @@ class StaticInputs:
             copies = [leaf.contiguous() if isinstance(leaf, Tensor) else None for leaf in idle.leaves]
             self._idle = [None if leaf is None else leaf.clone() for leaf in copies]
             self._tensors = [None if leaf is None else leaf.clone() for leaf in copies]
+        self._views: OrderedDict[tuple, tuple[list[Tensor], list[tuple[Tensor, Tensor]]]] = OrderedDict()
 
     def arguments(self, call: Call) -> tuple[tuple, dict[str, Any]]:
         """(args, kwargs) of the call with its tensors replaced by the static ones."""
@@ -117,9 +120,7 @@ class StaticInputs:
         """
         if call.key[0] != self._structure:
             raise ValueError(f"the call has structure {call.key[0]}, captured was {self._structure}")
-        rest: list[tuple[Tensor, Tensor]] = []
-        given: list[tuple[Tensor, Tensor]] = []
-        for place, (held, leaf, idle) in enumerate(zip(self._tensors, call.leaves, self._idle)):
+        for place, (held, leaf) in enumerate(zip(self._tensors, call.leaves)):
             if held is None:
                 if not is_state(leaf) and leaf != self._constants[place]:
                     raise ValueError(f"input {call.path(place)} is {leaf!r}, captured was {self._constants[place]!r}")
@@ -128,13 +129,25 @@ class StaticInputs:
                 raise ValueError(f"input {call.path(place)} is {_shown(leaf)}, captured was {_shown(held)}")
             if any(size > room for size, room in zip(leaf.shape, held.shape)):
                 raise ValueError(f"input {call.path(place)} is {_shown(leaf)}, captured was room for {_shown(held)}")
-            if leaf.shape == held.shape:
-                given.append((held, leaf))
-            else:
-                region = held[tuple(slice(size) for size in leaf.shape)]
-                rest.extend(_complement(held, idle, leaf.shape))
-                given.append((region, leaf))
-        _copy(rest + given)
+        given = call.tensors
+        regions, outside = self._regions(tuple(leaf.shape for leaf in given))
+        _copy([*outside, *zip(regions, given)])
+
+    def _regions(self, shapes: tuple[torch.Size, ...]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """Where tensors of these shapes go, and the pairs that fill what they leave of their buffers. Both are views,
+        which take longer to make than to copy, so those of the latest shapes are kept."""
+        if shapes not in self._views:
+            regions, outside = [], []
+            held = [(tensor, idle) for tensor, idle in zip(self._tensors, self._idle) if tensor is not None]
+            with torch.inference_mode(False):  # as for buffers
+                for (tensor, idle), shape in zip(held, shapes):
+                    regions.append(tensor[tuple(slice(size) for size in shape)])
+                    outside += _complement(tensor, idle, shape)
+            self._views[shapes] = regions, [(view, values) for view, values in outside if view.numel()]
+            if len(self._views) > _SHAPES_KEPT:
+                self._views.popitem(last=False)
+        self._views.move_to_end(shapes)
+        return self._views[shapes]
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -143,10 +156,9 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for held, leaf in pairs:
         if held.is_contiguous() and leaf.is_contiguous():
-            if held.numel():
-                lists = together.setdefault(held.dtype, ([], []))
-                lists[0].append(held)
-                lists[1].append(leaf)
+            lists = together.setdefault(held.dtype, ([], []))
+            lists[0].append(held)
+            lists[1].append(leaf)
         else:
             held.copy_(leaf)
     for held_list, leaves in together.values():
