@@ -45,7 +45,11 @@ def generate_on_rank(rank: int, folder: Path, port: int, args: argparse.Namespac
     cache = PagedCache(model.config, BATCH, PROMPT + NEW_TOKENS, index_dtype=torch.float32)
     tokens = model.generate(prompt, past_key_values=cache, **OPTIONS)[:, PROMPT:]
     torch.save(tokens.cpu(), folder / f"tokens{rank}.pt")
-    torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
+    if args.device == "cpu":
+        torch.distributed.destroy_process_group()
+    else:  # with groups of a DeviceMesh, torch 2.11 waits for ever for NCCL there, on all ranks: the process ends as is
+        os._exit(0)
 
 
 def compare(args: argparse.Namespace, folder: Path) -> int:
