@@ -19,7 +19,7 @@ from compiled_dsa.custom_ops.sparse_mla import sparse_mla_decode
 from compiled_dsa.custom_ops.store_latents import store_latents
 from compiled_dsa.custom_ops.unabsorb import unabsorb
 from compiled_dsa.indexer import Indexer, write_visible_positions
-from compiled_dsa.packing import PackedProjections, group_names, product
+from compiled_dsa.packing import PackedProjections, call, group_names, product
 from compiled_dsa.softmax_scaling import SoftmaxScaling, query_factors
 from compiled_dsa.weights import dequantize_rows, local, up_projection
 
@@ -198,7 +198,7 @@ class SparseAttention(PackedProjections):
         if p.gate is not None:
             gate = p.gate.float() if c.output_gate == "query" else p.gate  # as Hugging Face rounds
             out = (out * torch.sigmoid(gate)).to(out.dtype)
-        return self.o_proj(out.flatten(1))
+        return call(self.o_proj, out.flatten(1))
 
     def store_keys(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pools: LayerPools) -> None:
         """A keys-only call: stores the rows' latents and index keys and attends nothing.

@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from compiled_dsa.custom_ops.skinny_linear import skinny_linear
+
 INDEXER = ("wk", "wq_b", "weights_proj")  # these belong to the layer's indexer
 HEAD_WEIGHTS = "weights_proj"
 # Neighbours are multiplied together. What some calls do without lies at the ends: the queries where only keys are
@@ -210,13 +212,21 @@ class PackedProjections(nn.Module):
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, fp32: bool) -> Tensor:
     """x [T, in] times weight [out, in]; with ``fp32`` not rounded to a dtype of two bytes."""
-    if not fp32 or x.element_size() > 2:
-        return nn.functional.linear(x, weight, bias)
-    if x.is_cuda:
-        product = torch.mm(x, weight.t(), out_dtype=torch.float32)  # sums are in fp32 anyway
-    else:
-        product = nn.functional.linear(x.float(), weight.float())
-    return product if bias is None else product + bias
+    narrow = x.element_size() == 2
+    dtype = torch.float32 if fp32 and narrow else x.dtype
+    if x.is_cuda and narrow and (bias is None or fp32):
+        product = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
+        skinny_linear(x, weight, product)
+        return product if bias is None else product + bias
+    return nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def call(linear: Any, x: Tensor) -> Tensor:
+    """linear(x) of x [T, in], which few rows have faster than from the module where it is plain."""
+    weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
+    plain = _is_plain(linear) and type(weight) is nn.Parameter and weight.dtype == x.dtype and not weight.is_meta
+    trained = plain and torch.is_grad_enabled() and weight.requires_grad
+    return _multiply(x, weight, None, False) if plain and bias is None and not trained else linear(x)
 
 
 def _projection(layer: Any, name: str) -> Any:

@@ -109,6 +109,9 @@ def cases() -> Iterator[Case]:
         for model in MODELS:
             for rows in (1, 16, 128):
                 yield Case(make.__name__, {"model": model, "rows": rows}, make, rows == 16)
+    for model in MODELS:
+        for rows in (1, 16, 64):
+            yield Case("skinny_linear", {"model": model, "rows": rows}, bench_rows.skinny_linear, rows == 16)
     yield Case("batch_metadata", {}, bench_rows.batch_metadata, True)
     # last, since FlashMLA was seen to fault at this size: then the process ends, and all else is written already
     yield Case("sparse_mla_decode", {"pool": "fp8", "heads": 16, "batch": 128}, attention_decode)

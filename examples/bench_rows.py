@@ -1,4 +1,4 @@
-"""The cases of bench_cases.py that take rows as they are: stores, queries, un-absorption, metadata.
+"""The cases of bench_cases.py that take rows as they are: stores, queries, products, metadata.
 
 Legend: T rows, H heads, HI index heads, N nope dim, V value dim, Q q_lora rank, D index head dim, L + R latent and rope
 dims.
@@ -16,6 +16,7 @@ from compiled_dsa.custom_ops.layout import FP8
 from compiled_dsa.testing import random_index_pool
 
 Q = 1536
+HIDDEN = {"deepseek_v32": 7168, "glm_moe_dsa": 6144}
 TOKENS = 1 << 18  # of a pool
 
 
@@ -85,6 +86,19 @@ def unabsorb(providers: list[str], model: str, rows: int) -> Work:
     made.runs["torch.bmm and a copy alone"] = lambda args: args[2].copy_(
         torch.bmm(args[0].transpose(0, 1), args[1].transpose(1, 2)).transpose(0, 1)
     )
+    return made
+
+
+def skinny_linear(providers: list[str], model: str, rows: int) -> Work:
+    """The output projection."""
+    H, _, _, V = cases.MODELS[model]
+    N, K = HIDDEN[model], H * V
+
+    def make() -> tuple:
+        return bf16(rows, K), bf16(N, K), bf16(rows, N)
+
+    made = work("skinny_linear", providers, 2.0 * N * K, make, 2.0 * rows * N * K)
+    made.runs["torch.mm"] = lambda args: torch.mm(args[0], args[1].t(), out=args[2])
     return made
 
 

@@ -58,6 +58,7 @@ def sample_arguments(op: str, pool_dtype: torch.dtype, device: torch.device) -> 
         "index_topk_decode": select,
         "index_topk_prefill": (*select, SCRATCH_BYTES),
         "sparse_mla_decode": (bf16(T, H, L), bf16(T, H, R), *attend, scale, sinks, bf16(T, H, L), fp32(T, H)),
+        "skinny_linear": (bf16(T, H * V), bf16(D, H * V), bf16(T, D)),
         "unabsorb": (bf16(T, H, L), bf16(H, V, L), bf16(T, H, V)),
         "mla_prefill": (bf16(T, H, N), bf16(T, H, R), *attend, kv_b, scale, sinks, bf16(T, H, V), SCRATCH_BYTES),
     }[op]

@@ -42,6 +42,8 @@ def arguments(name: str, T: int, device, fp8: bool, topk: bool = True) -> tuple:
         outs = torch.zeros(T, 5, 32, device=device), codes, torch.zeros(T, 3, device=device)
         queries = torch.randn(T, 5, 32, device=device), torch.randn(T, 3, 64, device=device)
         return *outs, *queries, torch.randn(T, 3, device=device), angles, angles, 0.5, True, False, True
+    if name == "skinny_linear":
+        return tuple(torch.randn(*shape, device=device) for shape in ((T, 32), (24, 32), (T, 24)))
     if name == "unabsorb":
         return (*(torch.randn(*shape, device=device) for shape in ((T, 8, 32), (8, 24, 32), (T, 8, 24))),)
     if name.startswith("index_topk"):
@@ -67,7 +69,7 @@ def test_fault_h2_ops_return_nothing_and_mutate_what_they_write(name):
     mutated = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     writes = {"store_latents": ["pool"], "store_index_keys": ["pool"], "sparse_mla_decode": ["out", "lse"]}
     writes["batch_metadata"] = ["positions", "slots", "req_of_row", "visible", "q_start", "kv_out"]
-    writes["mla_prefill"] = writes["unabsorb"] = ["out"]
+    writes |= dict.fromkeys(("mla_prefill", "unabsorb", "skinny_linear"), ["out"])
     writes["store_tokens"] = ["latent_pool", "index_pool", "q_lora"]
     writes["encode_queries"] = ["q_rope", "index_q", "weights"]
     assert mutated == writes.get(name, ["topk_out", "positions_out"])

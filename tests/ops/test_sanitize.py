@@ -13,6 +13,7 @@ import torch
 
 from compiled_dsa.cli.overview import sample_arguments
 from compiled_dsa.custom_ops import OPS
+from compiled_dsa.custom_ops.kernels.common import multiprocessors
 from compiled_dsa.custom_ops.layout import FP8
 from compiled_dsa.testing import (
     check_topk,
@@ -66,6 +67,13 @@ def test_between_gemms(pool_dtype):
         True,
     )  # fmt: skip
     ops.unabsorb(random(T, H, L), random(H, D, L), random(T, H, D))
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_skinny_linear(T):
+    """Rows and columns of weights that end inside a tile."""
+    N = 64 * multiprocessors(torch.device("cuda")) - 13
+    ops.skinny_linear(random(T, 1000), random(N, 1000), random(T, N))
 
 
 def test_batch_metadata():
