@@ -68,6 +68,7 @@ def sample_arguments(op: str, pool_dtype: torch.dtype, device: torch.device) -> 
         ),
         "encode_queries": (*encoded, bf16(T, H, R), bf16(T, HI, D), fp32(T, HI), *angles, 1.0, True, True, False),
         "index_topk_decode": select,
+        "select_and_absorb": (*select, bf16(T, H, N), bf16(H, N, L), bf16(T, H, L), []),
         "index_topk_prefill": (*select, SCRATCH_BYTES),
         "sparse_mla_decode": (bf16(T, H, L), bf16(T, H, R), *attend, scale, sinks, bf16(T, H, L), fp32(T, H)),
         "unabsorb": (bf16(T, H, L), bf16(H, V, L), bf16(T, H, V)),
