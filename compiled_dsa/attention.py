@@ -14,13 +14,13 @@ from compiled_dsa.cache import LayerPools
 from compiled_dsa.config import DSAConfig
 from compiled_dsa.custom_ops.layout import compute_dtype, logical_slots
 from compiled_dsa.custom_ops.mla_prefill import mla_prefill
-from compiled_dsa.custom_ops.rotation import rotate
+from compiled_dsa.custom_ops.rope import rotate
 from compiled_dsa.custom_ops.sparse_mla import sparse_mla_decode
 from compiled_dsa.custom_ops.store_latents import store_latents
 from compiled_dsa.custom_ops.unabsorb import unabsorb
 from compiled_dsa.indexer import Indexer, write_visible_positions
-from compiled_dsa.packing import GROUPS, PackedProjections, product
-from compiled_dsa.rope import SoftmaxScaling, query_factors
+from compiled_dsa.packing import PackedProjections, group_names, product
+from compiled_dsa.softmax_scaling import SoftmaxScaling, query_factors
 from compiled_dsa.weights import dequantize_rows, local, up_projection
 
 
@@ -40,21 +40,21 @@ class RMSNorm(nn.Module):
 
 @dataclass
 class Projections:
-    """What a layer makes of its rows before any key is read."""
+    """What a layer makes of its rows before any key is read, as far as it is not stored or encoded already."""
 
-    q_lora: Tensor | None  # [T, q_lora_rank], after its norm; None in a model without
     q_nope: Tensor  # [T, H, N]
     q_rope: Tensor  # [T, H, R]
-    latents: Tensor | None  # [T, L], after their norm; None in a layer that attends another's
-    k_rope: Tensor | None  # [T, R], likewise
     gate: Tensor | None  # [T, H, V] or [T, H, 1] before the sigmoid, or None
     made: dict[str, Tensor]  # products of packed projections by name, of which the indexer takes its own
+    q_lora: Tensor | None = None  # [T, q_lora_rank], after its norm; None in a model without
+    latents: Tensor | None = None  # [T, L], after their norm; None in a layer that attends another's
+    k_rope: Tensor | None = None  # [T, R], likewise
 
 
 class SparseAttention(PackedProjections):
     """One attention layer of the DeepSeek-V3.2 family, over paged caches.
 
-    Parameter names are those of Hugging Face, so its state dicts load strictly. The layer is plain torch around four
+    Parameter names are those of Hugging Face, so its state dicts load strictly. The layer is plain torch around
     custom ops and traces with ``fullgraph=True``: one graph for each (batch kind, skip_scores), none per token count.
     """
 
@@ -106,13 +106,12 @@ class SparseAttention(PackedProjections):
 
         Args:
             positions: int [T], read with ``query_scaling`` only.
-            deinterleave: rope values in Hugging Face's order (rope.py).
+            deinterleave: rope values in Hugging Face's order (custom_ops/rope.py).
             scores: the layer's indexer will score; what it needs for that is made too where it is packed.
             fp8: the indexer has an fp8 cache.
         """
         c = self.dsa_config
-        # without scores, the last of each group is left out
-        made = self.products("hidden", x, GROUPS["hidden"][: None if scores else -1], fp32=fp8)
+        made = self.products("hidden", x, group_names("hidden", scores=scores), fp32=fp8)
         q, q_lora, gate = self._queries(x, made, scores)
         q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_rope = self.rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1), deinterleave)
@@ -120,8 +119,8 @@ class SparseAttention(PackedProjections):
             factors = query_factors(self.softmax_scaling, positions, q.dtype)
             q_nope, q_rope = q_nope * factors, q_rope * factors
         if c.kv_source is not None:
-            return Projections(q_lora, q_nope, q_rope, None, None, gate, made)
-        return Projections(q_lora, q_nope, q_rope, *self._latents(x, cos, sin, deinterleave, made), gate, made)
+            return Projections(q_nope, q_rope, gate, made, q_lora)
+        return Projections(q_nope, q_rope, gate, made, q_lora, *self._latents(x, cos, sin, deinterleave, made))
 
     def _latents(
         self, x: Tensor, cos: Tensor, sin: Tensor, deinterleave: bool, made: dict[str, Tensor]
@@ -152,7 +151,7 @@ class SparseAttention(PackedProjections):
                 q_gate = q_gate.unflatten(-1, (-1, c.qk_head_dim + c.v_head_dim))
                 q, gate = q_gate.split([c.qk_head_dim, c.v_head_dim], dim=-1)
             else:
-                made.update(self.products("q_lora", q_lora, GROUPS["q_lora"][: None if scores else -1]))
+                made.update(self.products("q_lora", q_lora, group_names("q_lora", scores=scores)))
                 q = product(self, "q_b_proj", q_lora, made).unflatten(-1, (-1, c.qk_head_dim))
         return q, q_lora, gate if c.output_gate == "query" else self._gate(x, made)
 
@@ -227,6 +226,29 @@ class SparseAttention(PackedProjections):
         fp8 = pools.index_keys.dtype == torch.uint8
         self.indexer.store(self.indexer.make_keys(x, cos, sin, fp8=fp8, made=made), batch, pools.index_keys)
 
+    def _fused(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: Batch,
+        pools: LayerPools,
+        positions_out: Tensor | None,
+        *,
+        scores: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``forward`` where ``prologue.fuses``."""
+        e = prologue.store_and_encode(self, x, cos, sin, batch, pools, scores=scores)
+        topk = q_latent = None
+        if not scores:
+            write_visible_positions(batch, positions_out)
+        elif batch.kind == DECODE:
+            topk, q_latent = prologue.select_and_absorb_queries(self, e, batch, pools, positions_out)
+        else:
+            topk = self.indexer.choose(e.index_q, e.weights, batch, pools.index_keys, positions_out)
+        p = Projections(e.q_nope, e.q_rope, self._gate(x, e.made), e.made)
+        return self.attend(p, batch, pools.latents, topk, q_latent), topk
+
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -276,16 +298,7 @@ class SparseAttention(PackedProjections):
         positions = batch.positions if positions is None else positions
         scores = self.indexer is not None and selected is None and not batch.skip_scores
         if selected is None and prologue.fuses(self, x, cos, pools):
-            e = prologue.prologue(self, x, cos, sin, batch, pools, scores=scores)
-            p = Projections(None, e.q_nope, e.q_rope, None, None, self._gate(x, e.made), e.made)
-            topk = q_latent = None
-            if not scores:
-                write_visible_positions(batch, positions_out)
-            elif batch.kind == DECODE:
-                topk, q_latent = prologue.select_and_absorb_queries(self, e, batch, pools, positions_out)
-            else:
-                topk = self.indexer.choose(e.index_q, e.weights, batch, pools.index_keys, positions_out)
-            return self.attend(p, batch, pools.latents, topk, q_latent), topk
+            return self._fused(x, cos, sin, batch, pools, positions_out, scores=scores)
         p = self.project(x, cos, sin, positions, scores=scores, fp8=scores and pools.index_keys.dtype == torch.uint8)
         if p.latents is not None:
             store_latents(pools.latents, p.latents, p.k_rope, batch.slots)

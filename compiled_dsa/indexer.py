@@ -12,10 +12,10 @@ from compiled_dsa.batch import DECODE, Batch
 from compiled_dsa.config import DSAConfig
 from compiled_dsa.custom_ops.index_topk import index_topk_decode, index_topk_prefill
 from compiled_dsa.custom_ops.layout import compute_dtype
-from compiled_dsa.custom_ops.rotation import rotate_part
+from compiled_dsa.custom_ops.rope import rotate_part
 from compiled_dsa.custom_ops.store_index_keys import quantize_rows, store_index_keys
 from compiled_dsa.packing import product
-from compiled_dsa.rope import SoftmaxScaling, query_factors
+from compiled_dsa.softmax_scaling import SoftmaxScaling, query_factors
 from compiled_dsa.weights import FP8, effective_weight, is_readable
 
 
@@ -29,16 +29,11 @@ def hadamard_matrix(size: int) -> Tensor:
         return matrix / size**0.5
 
 
-def visible_positions(batch: Batch, K: int) -> Tensor:
-    """int32 [T, K]: what is selected where every visible key is: positions 0, 1, .. of each row, then -1."""
-    lanes = torch.arange(K, dtype=torch.int32, device=batch.visible.device)
-    return torch.where(lanes < batch.visible[:, None], lanes, -1)
-
-
 def write_visible_positions(batch: Batch, positions_out: Tensor | None) -> None:
-    """What a selection of every visible key, which is None, leaves in ``positions_out``, if that is wanted."""
+    """Where every visible key is selected: positions 0, 1, .. of each row, then -1, into ``positions_out`` if given."""
     if positions_out is not None:
-        positions_out.copy_(visible_positions(batch, positions_out.shape[1]))
+        lanes = torch.arange(positions_out.shape[1], dtype=torch.int32, device=batch.visible.device)
+        positions_out.copy_(torch.where(lanes < batch.visible[:, None], lanes, -1))
 
 
 class Indexer(nn.Module):
@@ -78,7 +73,7 @@ class Indexer(nn.Module):
     ) -> Tensor:
         """Index keys [T, D] of hidden states [T, hidden]; fp32 for an fp8 cache, else in the wider dtype of x and cos.
 
-        ``deinterleave``: rope values in the order in which Hugging Face caches them (rope.py); as for queries.
+        ``deinterleave``: rope values in the order in which Hugging Face caches them (custom_ops/rope.py).
         """
         k = product(self, "wk", x, made)
         # hy_v4 keeps this norm in fp32 and computes it there

@@ -8,17 +8,16 @@ Of a layer that has all of them, two GEMMs take the place of six:
 Every parameter stays the object that it was, with its name, and becomes a view of the rows of a buffer that no state
 dict contains: values written in place are seen at once, and no memory is added. What is not a plain linear layer (fp8
 with scales, LoRA, tensor-parallel shards, hooks, offloaded weights), has another dtype or device than the first of its
-group, or shares its weight with another module, stays outside and is called as ever.
+group, or shares memory of its weight with another module, stays outside and is called as ever.
 
 Nothing is ever computed from stale weights. ``to()``, copying and unpickling pack anew. A weight that is replaced, gets
-hooks or an adapter, or needs a gradient has its group called one by one until ``pack_projections`` is called again.
-Weights moved by assignment to ``.data`` are copied back into the buffer before the next eager forward, or before the
-next forward of a model after ``replace_attention``, compiled or not.
+hooks, a wrapper or an adapter, or needs a gradient has its group called one by one until ``pack_projections`` is called
+again. Weights moved by assignment to ``.data`` are copied back into the buffer before the next eager forward, or before
+the next forward of a model after ``replace_attention``, compiled or not.
 
 Legend: T rows.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -38,6 +37,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
 Model = TypeVar("Model", bound=nn.Module)
 
 
+def group_names(group: str, *, scores: bool) -> tuple[str, ...]:
+    """The projections of a group; without scores not its last one, which only these need."""
+    return GROUPS[group] if scores else GROUPS[group][:-1]
+
+
 def pack_projections(model: Model) -> Model:
     """Packs the projections of every attention layer in ``model``, in place, and returns it.
 
@@ -48,10 +52,10 @@ def pack_projections(model: Model) -> Model:
     Raises:
         ValueError: the model has no ``SparseAttention``, also none made by ``replace_attention``.
     """
-    shared = _shared_addresses(model)
+    shared = _shared_weights(model)
     for layer in _layers(model):
         for group, names in GROUPS.items():
-            own = [name for name in names if _address(getattr(_projection(layer, name), "weight", None)) not in shared]
+            own = [name for name in names if id(getattr(_projection(layer, name), "weight", None)) not in shared]
             layer.pack(group, own)
     return model
 
@@ -124,7 +128,8 @@ class PackedProjections(nn.Module):
     def _is_current(self, pack: Pack) -> bool:
         """Would calls of the projections multiply with what is packed?
 
-        Compiled code guards the answer, except for hooks, of which torch.compile takes no notice once it has traced.
+        Compiled code guards the answer, except for hooks and wrappers, of which torch.compile takes no notice once it
+        has traced.
         """
         if torch.is_grad_enabled() and any(p.requires_grad for p in pack.parameters()):
             return False
@@ -158,6 +163,8 @@ class PackedProjections(nn.Module):
             self._hold(f"packed_{group}", list(weights.values()), sizes)
             if any(bias is not None for bias in biases.values()):
                 self._hold(f"packed_{group}_bias", list(biases.values()), sizes)
+            else:
+                self._buffers.pop(f"packed_{group}_bias", None)
         pack = Pack(weights, biases, [])
         pack.addresses = [t.data_ptr() for t in (*self._buffers_of(group), *pack.parameters())]
         self.packs = {**(self.packs or {}), group: pack}
@@ -178,8 +185,10 @@ class PackedProjections(nn.Module):
         packs = dict(self.packs or {})
         if group in packs:
             buffers = {buffer.untyped_storage().data_ptr() for buffer in self._buffers_of(group)}
-            for parameter in packs.pop(group).parameters():
-                if parameter.data.untyped_storage().data_ptr() in buffers:
+            linears = [_projection(self, name) for name in packs[group].weights]  # may have other parameters by now
+            now = [p for linear in linears if isinstance(linear, nn.Module) for p in linear.parameters()]
+            for parameter in {id(p): p for p in (*packs.pop(group).parameters(), *now)}.values():
+                if _span(parameter) is not None and parameter.data.untyped_storage().data_ptr() in buffers:
                     parameter.data = parameter.data.clone()
             for name in (f"packed_{group}", f"packed_{group}_bias"):
                 self._buffers.pop(name, None)
@@ -220,13 +229,18 @@ def product(owner: Any, name: str, x: Tensor, made: dict[str, Tensor] | None) ->
     return made[name] if made and name in made else getattr(owner, name)(x)
 
 
+def unhooked(module: nn.Module) -> bool:
+    """Does a call run the forward of its class alone? accelerate and tensor-parallel plans wrap that of an instance."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def _is_plain(linear: Any) -> bool:
     """Is a call of it a product with its weight and nothing else?"""
-    return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
+    return type(linear) is nn.Linear and unhooked(linear)
 
 
 def _can_pack(linear: Any) -> bool:
-    if not _is_plain(linear) or "forward" in vars(linear):  # accelerate and tensor-parallel plans wrap it there
+    if not _is_plain(linear):
         return False
     for parameter in linear._parameters.values():
         if parameter is None:
@@ -248,14 +262,25 @@ def _layers(model: nn.Module) -> list[PackedProjections]:
     return layers
 
 
-def _address(parameter: Any) -> int | None:
-    """Where a plain parameter lies, which others may share; None for any other."""
+def _span(parameter: Any) -> tuple[int, int] | None:
+    """Addresses (first, last) of a plain parameter's elements, which others may share; None for any other."""
     plain = type(parameter) is nn.Parameter and type(parameter.data) is Tensor and not parameter.is_meta
-    return parameter.data_ptr() if plain and parameter.numel() else None
+    if not plain or not parameter.numel():
+        return None
+    extent = sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride()))
+    return parameter.data_ptr(), parameter.data_ptr() + extent * parameter.element_size()
 
 
-def _shared_addresses(model: nn.Module) -> set[int]:
-    """Addresses of weights that several modules have: packed for one, they would leave the other."""
+def _shared_weights(model: nn.Module) -> set[int]:
+    """ids of parameters whose memory, or a part of it, others have too: packed for one, they would leave the other."""
     modules = (module for _, module in model.named_modules(remove_duplicate=False))
-    found = Counter(_address(parameter) for module in modules for parameter in module._parameters.values())
-    return {address for address, times in found.items() if address is not None and times > 1}
+    parameters = (parameter for module in modules for parameter in module._parameters.values())
+    spans = sorted((*span, id(parameter)) for parameter in parameters if (span := _span(parameter)) is not None)
+    shared: set[int] = set()
+    end, latest = -1, 0  # of those before, the one that ends last
+    for first, last, parameter in spans:
+        if first <= end:
+            shared |= {latest, parameter}
+        if last > end:
+            end, latest = last, parameter
+    return shared

@@ -18,7 +18,7 @@ from compiled_dsa.custom_ops.encode_queries import encode_queries
 from compiled_dsa.custom_ops.layout import FP8
 from compiled_dsa.custom_ops.select_and_absorb import select_and_absorb
 from compiled_dsa.custom_ops.store_tokens import store_tokens
-from compiled_dsa.packing import GROUPS, product
+from compiled_dsa.packing import group_names, product, unhooked
 from compiled_dsa.weights import up_projection
 
 
@@ -38,7 +38,7 @@ class Encoded(NamedTuple):
     made: dict[str, Tensor]
 
 
-def known(c: DSAConfig) -> bool:
+def _known(c: DSAConfig) -> bool:
     """Does the layer do what the ops do, and nothing else?"""
     index = c.index_format
     plain = c.q_lora_rank is not None and c.kv_source is None and not (c.k_rope_norm or c.query_scaling)
@@ -48,19 +48,17 @@ def known(c: DSAConfig) -> bool:
 
 
 def fuses(layer: Any, x: Tensor, cos: Tensor, pools: LayerPools) -> bool:
-    """Can ``prologue`` serve a call? Its pools must be those that the ops write, and its norms of the known kinds."""
-    if not known(layer.dsa_config) or pools.index_keys is None or pools.index_keys.dtype != torch.uint8:
+    """Do the ops serve a call? Its pools must be such that they write, and its norms of the kinds that they know."""
+    if not _known(layer.dsa_config) or pools.index_keys is None or pools.index_keys.dtype != torch.uint8:
+        return False
+    if 2 * cos.shape[-1] != layer.dsa_config.qk_rope_head_dim:  # angles of other layers, in a layer without rope
         return False
     q, kv, k = layer.q_a_layernorm, layer.kv_a_layernorm, layer.indexer.k_norm
-    eps = {_rms_eps(q), _rms_eps(kv)}
-    if len(eps) > 1 or None in eps or type(k) is not nn.LayerNorm or k.bias is None:
+    eps = _rms_eps(q)
+    if eps is None or eps != _rms_eps(kv) or type(k) is not nn.LayerNorm or k.bias is None:
         return False
-    dtypes = {q.weight.dtype, kv.weight.dtype, x.dtype}
-    return dtypes == {x.dtype} and pools.latents.dtype in (torch.uint8, x.dtype) and cos.dtype.itemsize <= 4
-
-
-def _unhooked(module: nn.Module) -> bool:
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    same_dtype = q.weight.dtype == kv.weight.dtype == x.dtype and pools.latents.dtype in (torch.uint8, x.dtype)
+    return same_dtype and cos.dtype.itemsize <= 4
 
 
 def _rms_eps(norm: nn.Module) -> float | None:
@@ -68,10 +66,10 @@ def _rms_eps(norm: nn.Module) -> float | None:
     ours = type(norm).__module__.split(".")[0] in ("compiled_dsa", "transformers")
     if not ours or not type(norm).__name__.endswith("RMSNorm") or set(norm._parameters) != {"weight"}:
         return None
-    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) if _unhooked(norm) else None
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) if unhooked(norm) else None
 
 
-def prologue(
+def store_and_encode(
     layer: Any, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pools: LayerPools, *, scores: bool
 ) -> Encoded:
     """Stores the keys of hidden states x [T, hidden] and makes their queries; arguments as of the layer's forward.
@@ -80,8 +78,7 @@ def prologue(
     """
     c, indexer = layer.dsa_config, layer.indexer
     T = x.shape[0]
-    last = None if scores else -1  # of each group, what only scores need
-    made = layer.products("hidden", x, GROUPS["hidden"][:last], fp32=scores, rounded=False)
+    made = layer.products("hidden", x, group_names("hidden", scores=scores), fp32=scores, rounded=False)
     q_a = product(layer, "q_a_proj", x, made)
     kv = product(layer, "kv_a_proj_with_mqa", x, made)
     k = product(indexer, "wk", x, made)
@@ -93,7 +90,7 @@ def prologue(
         k_norm.bias, cos, sin, batch.slots, _rms_eps(q_norm), k_norm.eps, c.rope_interleaved, index.rope_interleaved,
         index.scale_ue8m0,
     )  # fmt: skip
-    projected = layer.products("q_lora", q_lora, GROUPS["q_lora"][:last])
+    projected = layer.products("q_lora", q_lora, group_names("q_lora", scores=scores))
     q = product(layer, "q_b_proj", q_lora, projected).unflatten(-1, (-1, c.qk_head_dim))
     q_nope, rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
     if not scores:

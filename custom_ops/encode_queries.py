@@ -5,7 +5,7 @@ from torch import Tensor
 
 from compiled_dsa.custom_ops.layout import FP8, check_dtype, check_shape, compute_dtype
 from compiled_dsa.custom_ops.registry import define
-from compiled_dsa.custom_ops.rotation import rotate, rotate_part
+from compiled_dsa.custom_ops.rope import rotate, rotate_part
 from compiled_dsa.custom_ops.store_index_keys import quantize_rows
 
 

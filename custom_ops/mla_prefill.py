@@ -18,19 +18,7 @@ DEFAULT_SCRATCH_BYTES = 512 << 20
 
 
 def check(
-    q_nope,
-    q_rope,
-    pool,
-    topk,
-    count,
-    page_table,
-    req_of_row,
-    kv_b,
-    scale,
-    sinks,
-    out,
-    scratch_bytes,
-    max_count=None,
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None
 ) -> None:
     check_shape("q_nope", q_nope, None, None, None)
     T, H, N = q_nope.shape
@@ -61,19 +49,7 @@ def row_scratch_bytes(q_nope: Tensor, kv_b: Tensor) -> int:
 
 
 def reference(
-    q_nope,
-    q_rope,
-    pool,
-    topk,
-    count,
-    page_table,
-    req_of_row,
-    kv_b,
-    scale,
-    sinks,
-    out,
-    scratch_bytes,
-    max_count=None,
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None
 ) -> None:
     """out = W_UV softmax(scale * ((q_nope W_UK) . c + q_rope . k_rope)) c over the selected tokens."""
     T, _, N = q_nope.shape
@@ -132,15 +108,15 @@ def mla_prefill(
         topk: int32 [T, K] physical slots, or None: the row attends positions [0, count) of its request.
         count: int32 [T], valid lanes, all K where it is larger. Lanes past it are ignored whatever they hold; ids
             outside the pool act as -1.
-        page_table: int32 [B, maxP]; with ``topk``, read only to see which rows attend positions 0, 1, .. in this order.
-        req_of_row: int32 [T], in [0, B); likewise.
+        page_table: int32 [B, maxP]; read only when ``topk`` is None.
+        req_of_row: int32 [T], in [0, B); read only when ``topk`` is None.
         kv_b: [H, N + V, L] = (W_UK, W_UV) of each head, kv_b_proj's weight viewed by head.
         scale: multiplies the scores.
         sinks: fp32 [H] or None, one more logit a head in the denominator.
         out: [T, H, V] in the dtype of the query; 0 for a row with nothing to attend.
         scratch_bytes: bound on the op's temporary memory; rows and heads are cut as it demands.
         max_count: without ``topk``, no row attends more tokens than this, whatever its count; None: those of its page
-            table. A close bound lets all rows attend expanded keys, see kernels/mla_prefill_short.py.
+            table. A close bound lets rows attend expanded keys, see kernels/mla_prefill_plan.py.
 
     Raises:
         ValueError: a shape or dtype outside this contract, a budget too small for one row, or ``max_count`` below 0 or

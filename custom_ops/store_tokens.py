@@ -14,7 +14,7 @@ from compiled_dsa.custom_ops.layout import (
     compute_dtype,
 )
 from compiled_dsa.custom_ops.registry import define
-from compiled_dsa.custom_ops.rotation import rotate, rotate_part
+from compiled_dsa.custom_ops.rope import rotate, rotate_part
 from compiled_dsa.custom_ops.store_index_keys import STORE_INDEX_KEYS
 from compiled_dsa.custom_ops.store_latents import STORE_LATENTS
 

@@ -36,7 +36,7 @@ def unabsorb(latents: Tensor, w_uv: Tensor, out: Tensor, *, provider: str | None
     Args:
         latents: [T, H, L], head by head or row by row in memory.
         w_uv: [H, V, L], W_UV of each head.
-        out: [T, H, V], contiguous.
+        out: [T, H, V]; contiguous for the output projection to read it without a copy.
 
     Raises:
         ValueError: a shape or dtype outside this contract.

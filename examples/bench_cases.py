@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from compiled_dsa.benchmark.timing import limit_us, rotations
-from compiled_dsa.cli.overview import sample_arguments
 from compiled_dsa.custom_ops import OPS
-from compiled_dsa.custom_ops.layout import FP8, PAGE, index_pool_shape, latent_pool_shape
+from compiled_dsa.custom_ops.layout import FP8, PAGE, latent_pool_shape
 from compiled_dsa.testing import random_index_pool, random_latent_pool
 
 DEVICE = "cuda"
@@ -72,6 +71,9 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
+    import bench_prefill  # these import this module
+    import bench_rows
+
     for model in MODELS:
         for batch, context in ((1, 8192), (1, 131072), (32, 65536), (128, 32768)):
             sizes = {"model": model, "batch": batch, "context": context}
@@ -99,11 +101,15 @@ def cases() -> Iterator[Case]:
         for pool in ("bf16", "fp8"):
             yield Case("mla_prefill", {"model": model, "pool": pool, "rows": 4096, "context": 32768}, mla_prefill)
         for rows in (2048, 4096):
-            yield Case("mla_prefill", {"model": model, "rows": rows, "start": 0}, first_prefill)
-    for op in ("store_latents", "store_index_keys"):
+            yield Case("mla_prefill", {"model": model, "rows": rows, "start": 0}, bench_prefill.first_prefill)
+    for make in (bench_rows.store_latents, bench_rows.store_index_keys, bench_rows.store_tokens):
         for rows in (1, 16, 128, 4096):
-            yield Case(op, {"rows": rows}, partial(store, op), rows == 16)
-    yield Case("batch_metadata", {}, batch_metadata, True)
+            yield Case(make.__name__, {"rows": rows}, make, rows == 16)
+    for make in (bench_rows.encode_queries, bench_rows.unabsorb):
+        for model in MODELS:
+            for rows in (1, 16, 128):
+                yield Case(make.__name__, {"model": model, "rows": rows}, make, rows == 16)
+    yield Case("batch_metadata", {}, bench_rows.batch_metadata, True)
     # last, since FlashMLA was seen to fault at this size: then the process ends, and all else is written already
     yield Case("sparse_mla_decode", {"pool": "fp8", "heads": 16, "batch": 128}, attention_decode)
 
@@ -361,33 +367,3 @@ def mla_prefill(providers: list[str], model: str, pool: str, rows: int, context:
     flop = 2.0 * rows * H * (K * (2 * L + R) + L * (N + V))
     moved = context * row_bytes(pool) + rows * H * 2 * (N + R + V) + kv_b.nbytes
     return Work(runs, inputs, moved, (flop, 0.0), False, not_run)
-
-
-def first_prefill(providers: list[str], model: str, rows: int, start: int) -> Work:
-    import bench_prefill  # which imports this module
-
-    return bench_prefill.first_prefill(providers, model, rows, start)
-
-
-# ---- stores and metadata ---------------------------------------------------------------------------------------------
-
-
-def store(op: str, providers: list[str], rows: int) -> Work:
-    tokens = 1 << 18
-    if op == "store_latents":
-        pool, values, width = latent_pool("fp8", tokens), (bf16(rows, L), bf16(rows, R)), row_bytes("fp8")
-        more: tuple = ()
-    else:
-        pool, values, width = random_index_pool(tokens // PAGE, D, FP8, DEVICE), (bf16(rows, D),), D + 4
-        more = (False,)
-        assert pool.shape[1:] == index_pool_shape(1, D, FP8)[0][1:]
-    moved = rows * (width + sum(2 * v.shape[1] for v in values) + 8)
-    inputs = [(pool, *values, torch.randint(tokens, (rows,), device=DEVICE), *more) for _ in range(rotations(moved))]
-    runs, not_run = by_provider(op, inputs, providers)
-    return Work(runs, inputs, moved, not_run=not_run)
-
-
-def batch_metadata(providers: list[str]) -> Work:
-    inputs = [sample_arguments("batch_metadata", torch.bfloat16, torch.device(DEVICE)) for _ in range(2)]
-    runs, not_run = by_provider("batch_metadata", inputs, providers)
-    return Work(runs, inputs, sum(x.nbytes for x in inputs[0] if isinstance(x, Tensor)), not_run=not_run)

@@ -11,6 +11,7 @@ import copy
 import gc
 import itertools
 import json
+import statistics
 import sys
 from dataclasses import replace
 from functools import partial
@@ -191,7 +192,7 @@ def host_time_by_layers(args) -> dict[int, dict[str, float]]:
     A graph of more kernels takes longer to launch; whatever else a step does must not take longer with more layers.
     Layers are not compiled: what a step does on the host is the same, and there are more kernels to launch.
     """
-    result = {}
+    steps, launches = {}, {}
     for layers in (1, 4, 16):
         model, pool = served(args, layers, **SMALL)
         runner = GraphRunner(CompiledForward(model.forward, backend="eager"), cut=False)
@@ -200,7 +201,11 @@ def host_time_by_layers(args) -> dict[int, dict[str, float]]:
         _, step = planner.plan((ids, batch, pool), {})
         runner(step)
         (launch,) = runner.captured(step, Call(step.args, step.kwargs, step.bucket)).recording.parts
-        whole, alone = host_us(lambda r=runner, s=step: r(s), repeats=200), host_us(launch.replay, repeats=200)
+        steps[layers], launches[layers] = partial(runner, step), launch.replay
+    rounds = [{n: (host_us(steps[n]), host_us(launches[n])) for n in steps} for _ in range(15)]  # taken in turn
+    result = {}
+    for layers in steps:
+        whole, alone = (statistics.median(times[layers][i] for times in rounds) for i in range(2))
         result[layers] = {"step": whole, "launch": alone, "beside the launch": whole - alone}
     console.print(f"host us of a full decode step by layers: {result}")
     return result

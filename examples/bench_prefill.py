@@ -1,4 +1,4 @@
-"""The case of bench_cases.py in which rows attend all that they see: expanded keys, absorbed ones, and torch's SDPA.
+"""The cases of bench_cases.py in which rows attend all that they see: expanded keys, absorbed ones, torch's SDPA.
 
 Legend: T rows, H heads, N nope dim, R rope dim, V value dim, L latent dim, K top-k.
 """
@@ -12,7 +12,7 @@ from bench_cases import PAGE, L, R, Work, bf16, int32
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from compiled_dsa.custom_ops.kernels import mla_prefill_short
+from compiled_dsa.custom_ops.kernels import mla_prefill_plan
 
 OURS = "triton"
 
@@ -20,8 +20,8 @@ OURS = "triton"
 def first_prefill(providers: list[str], model: str, rows: int, start: int) -> Work:
     """A prefill of one request from position ``start`` = 0, whose first K rows attend all that they see.
 
-    ``triton`` chooses, ``triton, absorbed`` never expands. Where no row sees more than K, SDPA over expanded keys
-    computes the same; its expansion is one GEMM, and measured with it.
+    Where no row sees more than K, ``triton`` chooses between expanded and absorbed keys, ``triton, absorbed`` never
+    expands, and SDPA over expanded keys computes the same; its expansion is one GEMM, and measured with it.
     """
     K, device = cases.K, cases.DEVICE
     H, _, N, V = cases.MODELS[model]
@@ -35,10 +35,10 @@ def first_prefill(providers: list[str], model: str, rows: int, start: int) -> Wo
         most = K if selection[0] is None else None
         inputs.append((q, rope, pool, *selection, kv_b, scale, None, out, cases.SCRATCH_BYTES, most))
     runs, not_run = cases.by_provider("mla_prefill", inputs, providers)
-    if OURS in runs:
-        runs[f"{OURS}, absorbed"] = lambda args: absorbed(runs[OURS], args)
     if rows <= K:
         runs["sdpa alone"] = sdpa
+        if OURS in runs:
+            runs[f"{OURS}, absorbed"] = lambda args: absorbed(runs[OURS], args)
     attended, long_rows = float(visible.clamp(max=K).sum()), max(0, rows - K)
     absorption = K * (2 * L - N - V)  # more than the expanded form, for a row that attends K keys
     flop = 2.0 * H * (attended * (N + R + V) + rows * L * (N + V) + long_rows * absorption)
@@ -56,7 +56,7 @@ def selected(pages: Tensor, visible: Tensor, K: int) -> Tensor | None:
 
 
 def absorbed(run: cases.Run, args: tuple) -> None:
-    with patch.object(mla_prefill_short, "EXPANSION_COST", math.inf):
+    with patch.object(mla_prefill_plan, "EXPANSION_COST", math.inf):
         run(args)
 
 

@@ -382,7 +382,12 @@ def main() -> int:
                 continue
             accuracy = Oracle(config, weights, inputs).compare(*work.result())
             us, limit, started = device_us(work.run), case_limits(case).limit, launches(work.run)
-            found = {"composition_us": us, "limit_us": limit, "launches": started, "libraries": libraries.names}
+            found = {
+                "composition_us": us,
+                "limit_us": limit,
+                "launches": [launch.name for launch in started],
+                "libraries": libraries.names,
+            }
             found |= {"error": accuracy.error, "overlap": accuracy.overlap}
             keep(args.json, {"case": f"composition {case.name}", **found, **provenance(args.commit)})
             console.print(

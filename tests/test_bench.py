@@ -13,6 +13,7 @@ from compiled_dsa.benchmark.cases import COMPOSITION, case_limits, selected
 from compiled_dsa.benchmark.plots import plot
 from compiled_dsa.benchmark.records import Measured, record, table
 from compiled_dsa.benchmark.reference import Accuracy
+from compiled_dsa.benchmark.timing import Launch
 from compiled_dsa.cli import bench
 
 ORIGIN = {"versions": {"torch": "2.11.0"}, "commit": "abc", "date": "2026-11-30"}
@@ -33,7 +34,7 @@ class StandIn:
             peers_us={COMPOSITION: 200.0},
             accuracy={case.modes[0]: Accuracy(0.025, 0.978), COMPOSITION: Accuracy(0.026, 0.977)},
             host_us={case.modes[0]: 40.0},
-            launches={case.modes[0]: ["gemm", "gemm", "norm"]},
+            launches={case.modes[0]: [Launch("gemm", 5.0), Launch("gemm", 6.0), Launch("norm", 1.0)]},
             not_run={"hf_sdpa": "out of memory"},
             notes={"tokens_per_s": 1000.0} if case.level == "model" else {},
         )
@@ -47,7 +48,9 @@ def records(model: str = "deepseek_v32") -> list[dict]:
 def test_record():
     first = records()[0]
     assert first["ours_us"] == 150.0 and first["peers_us"] == {COMPOSITION: 200.0} and first["ours_mode"] == "full"
-    assert first["kernels"] == {"full": 3} and first["launches"] == {"full": {"gemm": 2, "norm": 1}}
+    assert first["kernels"] == {"full": 3} and first["launches"] == {
+        "full": {"gemm": {"launches": 2, "us": 11.0}, "norm": {"launches": 1, "us": 1.0}}
+    }
     assert first["accuracy"]["full"] == {"error": 0.025, "overlap": 0.978}
     assert first["byte_floor_us"] == pytest.approx(95.9, abs=0.1) and first["limit_us"] <= first["stage_floor_us"]
     assert first["sizes"]["context"] == 8192 and first["commit"] == "abc"

@@ -39,20 +39,42 @@ def test_cases_cover_every_op_and_can_be_selected(bench):
 
 
 @pytest.mark.parametrize(
-    ("op", "make", "sizes"),
+    ("op", "module", "make", "sizes"),
     [
-        ("index_topk_decode", "index_decode", {"model": "deepseek_v32", "batch": 2, "context": 128}),
-        ("index_topk_prefill", "index_prefill", {"model": "deepseek_v32", "rows": 8, "context": 128}),
-        ("sparse_mla_decode", "attention_decode", {"pool": "fp8", "heads": 4, "batch": 2, "tokens": 128}),
-        ("sparse_mla_decode", "attention_decode", {"pool": "bf16", "heads": 4, "batch": 2, "tokens": 128}),
-        ("mla_prefill", "mla_prefill", {"model": "deepseek_v32", "pool": "fp8", "rows": 8, "context": 128}),
-        ("mla_prefill", "first_prefill", {"model": "deepseek_v32", "rows": 16, "start": 0}),
-        ("mla_prefill", "first_prefill", {"model": "deepseek_v32", "rows": 40, "start": 0}),
+        ("index_topk_decode", "bench_cases", "index_decode", {"model": "deepseek_v32", "batch": 2, "context": 128}),
+        ("index_topk_prefill", "bench_cases", "index_prefill", {"model": "deepseek_v32", "rows": 8, "context": 128}),
+        (
+            "sparse_mla_decode",
+            "bench_cases",
+            "attention_decode",
+            {"pool": "fp8", "heads": 4, "batch": 2, "tokens": 128},
+        ),
+        (
+            "sparse_mla_decode",
+            "bench_cases",
+            "attention_decode",
+            {"pool": "bf16", "heads": 4, "batch": 2, "tokens": 128},
+        ),
+        (
+            "mla_prefill",
+            "bench_cases",
+            "mla_prefill",
+            {"model": "deepseek_v32", "pool": "fp8", "rows": 8, "context": 128},
+        ),
+        ("mla_prefill", "bench_prefill", "first_prefill", {"model": "deepseek_v32", "rows": 16, "start": 0}),
+        ("mla_prefill", "bench_prefill", "first_prefill", {"model": "deepseek_v32", "rows": 40, "start": 0}),
+        ("store_latents", "bench_rows", "store_latents", {"rows": 4}),
+        ("store_index_keys", "bench_rows", "store_index_keys", {"rows": 4}),
+        ("store_tokens", "bench_rows", "store_tokens", {"rows": 4}),
+        ("encode_queries", "bench_rows", "encode_queries", {"model": "deepseek_v32", "rows": 4}),
+        ("unabsorb", "bench_rows", "unabsorb", {"model": "deepseek_v32", "rows": 4}),
+        ("batch_metadata", "bench_rows", "batch_metadata", {}),
     ],
 )
-def test_arguments_are_valid(small, op, make, sizes):
+def test_arguments_are_valid(small, op, module, make, sizes):
     """And the reference runs on them; who does not take them is recorded with a reason."""
-    work = getattr(small, make)([], **sizes)
+    where = importlib.import_module(module)
+    work = getattr(where, make)([], **sizes)
     assert len(work.inputs) == 2 and work.limit_us > 0
     assert work.runs.keys() | work.not_run.keys() >= OPS[op].providers.keys()
     assert all(name.endswith("alone") for name in work.not_run.keys() - OPS[op].providers.keys())

@@ -179,7 +179,7 @@ def stages(c: DSAConfig, kind: str, requests: int, context: int, rows: int) -> l
     """The stages of one layer with weights in bf16 and fp8 caches; of one with ``index_shared``, without an indexer.
 
     Weights, index keys and selected latents are read once; activations, scores and what is stored are left out, so that
-    this is a lower bound. In a prefill, rows that see at most K keys need no scores, and attend expanded keys: with as
+    this is a lower bound. In a prefill, rows that see at most K keys need no scores, and could attend expanded keys: as
     many products for the expansion as absorption takes, and N + R + V instead of 2 L + R for a pair of query and key.
 
     Args:

@@ -39,7 +39,7 @@ class Clock:
 
     device_us: Callable[..., float] = timing.device_us
     host_us: Callable[..., float] = timing.host_us
-    launches: Callable[..., list[str]] = timing.launches
+    launches: Callable[..., list[timing.Launch]] = timing.launches
 
 
 class Bench:
@@ -88,9 +88,10 @@ class Bench:
 
     def _prepare(self) -> None:
         if self._caches is None:
-            layer = random_layer(self._config, self._device)
+            with torch.inference_mode(False):  # parameters made in inference mode cannot be packed
+                layer = pack_projections(random_layer(self._config, self._device).requires_grad_(False))
             self._weights = layer.state_dict()
-            self._compiled = CompiledLayer(pack_projections(layer), self._backend)
+            self._compiled = CompiledLayer(layer, self._backend)
             self._caches = Caches(self._config, self._tokens, self._device)
             self._peers = Peers(self._model, self._config, self._weights, self._topk)
 

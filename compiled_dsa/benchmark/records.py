@@ -1,6 +1,5 @@
 """Records of cases as they are written to a file, and the table that people read."""
 
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,6 +7,7 @@ from rich.table import Table
 
 from compiled_dsa.benchmark.cases import MODEL, MODEL_LAYERS, BenchCase, Limits
 from compiled_dsa.benchmark.reference import Accuracy
+from compiled_dsa.benchmark.timing import Launch
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Measured:
         modes_us, peers_us: name -> time.
         accuracy: name of a mode or peer -> its accuracy.
         host_us: name of a mode -> host time of a whole step, with copies into and out of static buffers.
-        launches: name -> names of what one run starts on the device.
+        launches: name -> what one run starts on the device.
         not_run: name -> why there is no time.
         notes: further figures.
     """
@@ -27,7 +27,7 @@ class Measured:
     peers_us: dict[str, float] = field(default_factory=dict)
     accuracy: dict[str, Accuracy] = field(default_factory=dict)
     host_us: dict[str, float] = field(default_factory=dict)
-    launches: dict[str, list[str]] = field(default_factory=dict)
+    launches: dict[str, list[Launch]] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -61,12 +61,22 @@ def record(case: BenchCase, limits: Limits, measured: Measured, origin: dict) ->
         "stage_floor_us": limits.stages,
         "accuracy": {name: asdict(accuracy) for name, accuracy in measured.accuracy.items()},
         "host_us": measured.host_us,
-        "kernels": {name: len(names) for name, names in measured.launches.items()},
-        "launches": {name: dict(Counter(names)) for name, names in measured.launches.items()},
+        "kernels": {name: len(found) for name, found in measured.launches.items()},
+        "launches": {name: _by_kernel(found) for name, found in measured.launches.items()},
         "not_run": measured.not_run,
         **measured.notes,
         **origin,
     }
+
+
+def _by_kernel(launches: list[Launch]) -> dict[str, dict]:
+    """Name -> number of launches and the time they took together, in order of the first launches."""
+    kernels: dict[str, dict] = {}
+    for name, us in launches:
+        kernel = kernels.setdefault(name, {"launches": 0, "us": 0.0})
+        kernel["launches"] += 1
+        kernel["us"] += us
+    return kernels
 
 
 def _time(name: str, us: float, r: dict, count: bool = True) -> str:

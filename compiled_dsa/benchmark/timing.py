@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -99,8 +99,15 @@ def timed(run: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def launches(run: Run) -> list[str]:
-    """Names of all that one run starts on the device, in order: kernels, copies and fills, those of graphs too.
+class Launch(NamedTuple):
+    """Something that ran on the device: a kernel, a copy or a fill."""
+
+    name: str
+    us: float
+
+
+def launches(run: Run) -> list[Launch]:
+    """All that one run starts on the device, in order, that of graphs too.
 
     Raises:
         RuntimeError: the profiler cannot run, or saw nothing, as without CUPTI.
@@ -112,17 +119,17 @@ def launches(run: Run) -> list[str]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    names = launched(profiler.events())
-    if not names:
+    found = launched(profiler.events())
+    if not found:
         raise RuntimeError("torch.profiler saw no work on the device")
-    return names
+    return found
 
 
-def launched(events: Any) -> list[str]:
-    """Names of the events of a profile that ran on the device, in order of their starts."""
+def launched(events: Any) -> list[Launch]:
+    """Of the events of a profile those that ran on the device, in order of their starts."""
     on_device = (e for e in events if e.device_type == torch.autograd.DeviceType.CUDA)
     device = [e for e in on_device if not getattr(e, "is_user_annotation", False)]
-    return [e.name for e in sorted(device, key=lambda e: e.time_range.start)]
+    return [Launch(e.name, e.time_range.elapsed_us()) for e in sorted(device, key=lambda e: e.time_range.start)]
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------

@@ -47,26 +47,14 @@ def sample_arguments(op: str, pool_dtype: torch.dtype, device: torch.device) -> 
     codes_pool = torch.zeros(codes_shape, dtype=codes_storage, device=device)
     angles = fp32(T, R // 2), fp32(T, R // 2)
     products, norms = (bf16(T, Q), bf16(T, L + R), bf16(T, D)), (bf16(Q), bf16(L), bf16(D), bf16(D))
+    flags = True, True, False
     encoded = bf16(T, H, R), torch.zeros(T, HI, D, dtype=FP8, device=device), fp32(T, HI)
     return {
         "batch_metadata": (one, one, page_table, None, *filled),
         "store_latents": (latent_pool, bf16(T, L), bf16(T, R), int64(T)),
         "store_index_keys": (index_pool, bf16(T, D), int64(T), False),
-        "store_tokens": (
-            latent_pool,
-            codes_pool,
-            bf16(T, Q),
-            *products,
-            *norms,
-            *angles,
-            int64(T),
-            1e-6,
-            1e-6,
-            True,
-            True,
-            False,
-        ),
-        "encode_queries": (*encoded, bf16(T, H, R), bf16(T, HI, D), fp32(T, HI), *angles, 1.0, True, True, False),
+        "store_tokens": (latent_pool, codes_pool, bf16(T, Q), *products, *norms, *angles, int64(T), 1e-6, 1e-6, *flags),
+        "encode_queries": (*encoded, bf16(T, H, R), bf16(T, HI, D), fp32(T, HI), *angles, 1.0, *flags),
         "index_topk_decode": select,
         "select_and_absorb": (*select, bf16(T, H, N), bf16(H, N, L), bf16(T, H, L), []),
         "index_topk_prefill": (*select, SCRATCH_BYTES),

@@ -19,7 +19,7 @@ from compiled_dsa.huggingface import masks
 from compiled_dsa.huggingface.cache import PagedCache
 from compiled_dsa.huggingface.masks import square_mask, wants_weights
 from compiled_dsa.huggingface.stock_cache import Columns
-from compiled_dsa.indexer import Indexer, visible_positions
+from compiled_dsa.indexer import Indexer, write_visible_positions
 from compiled_dsa.weights import is_readable
 
 
@@ -200,8 +200,8 @@ class DSAAttentionMixin(SparseAttention):
                     x, p.q_lora, cos, sin, batch, columns.pool(keys), positions, deinterleave=True,
                     positions_out=positions_out,
                 )  # fmt: skip
-            elif positions_out is not None:
-                positions_out.copy_(visible_positions(batch, topk_size))
+            else:
+                write_visible_positions(batch, positions_out)
         else:
             topk = shared_selection(None if prev_topk is None else columns.from_hf(prev_topk), batch)
         out = self.attend(p, batch, columns.pool(latents.squeeze(1), rope.squeeze(1)), topk)

@@ -1,4 +1,4 @@
-"""What the Triton providers share: reasons to refuse, sizes of launches, and the bounds check of page tables."""
+"""What the Triton providers share: reasons to refuse, sizes of launches, and small pieces of kernels."""
 
 import torch
 import triton
@@ -14,6 +14,8 @@ FP8_CAPABILITY = (8, 9)  # the first GPUs that convert e4m3
 # split the keys of a row and others do not.
 INTERPRETER_MULTIPROCESSORS = 8
 
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 _PAGE = tl.constexpr(PAGE)
 
 
@@ -62,6 +64,12 @@ def dependent_launch(device: torch.device) -> bool:
 def dot_precision(dtype: torch.dtype) -> str:
     """fp32 dots are exact products: tf32 would change which tokens are selected."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def finite(maximum):
+    """The value to subtract before exponentiating: 0 where nothing was seen, so that exp2(-inf - x) is 0, not NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit

@@ -6,13 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels.common import refuses_device, refuses_dtype, refuses_strides
-from compiled_dsa.custom_ops.kernels.rotation import pair_of, rotated
-from compiled_dsa.custom_ops.kernels.store_latents import power_of_two_ceil, to_e4m3
-from compiled_dsa.custom_ops.layout import FP8_MAX
-from compiled_dsa.custom_ops.store_index_keys import MIN_AMAX
-
-_FP8_MAX = tl.constexpr(FP8_MAX)
-_MIN_AMAX = tl.constexpr(MIN_AMAX)
+from compiled_dsa.custom_ops.kernels.rope import rotate_first
+from compiled_dsa.custom_ops.kernels.store_index_keys import row_scale
+from compiled_dsa.custom_ops.kernels.store_latents import to_e4m3
 
 HEADS, INDEX_HEADS = 32, 8  # of a program
 
@@ -31,20 +27,6 @@ def refuses(
 
 
 @triton.jit
-def _rotated(x, start, d, there, cos, sin, R: tl.constexpr, INTERLEAVED: tl.constexpr, DTYPE: tl.constexpr):
-    """x [heads, columns], elements d [1, columns] of the heads at ``start`` [heads, 1], with the first R rotated.
-
-    ``there`` [heads, 1]: is there such a head? ``cos``, ``sin`` point at the row's angles.
-    """
-    turned = d < R
-    other, angle, second = pair_of(d, R, INTERLEAVED)
-    c = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
-    y = tl.load(start + other, mask=there & turned, other=0.0).to(DTYPE).to(tl.float32)
-    return tl.where(turned, rotated(x, y, c, s, second), x)
-
-
-@triton.jit
 def _attention_heads(
     q_rope, rope, cos, sin, first, heads, q_rope_head, rope_head, DTYPE: tl.constexpr, R: tl.constexpr,
     R_PADDED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -54,7 +36,7 @@ def _attention_heads(
     there = head < heads
     start = rope + head * rope_head
     x = tl.load(start + d, mask=there & (d < R), other=0.0).to(DTYPE).to(tl.float32)
-    x = _rotated(x, start, d, there, cos, sin, R, INTERLEAVED, DTYPE)
+    x = rotate_first(x, start, d, there, cos, sin, R, INTERLEAVED, DTYPE)
     tl.store(q_rope + head * q_rope_head + d, x.to(DTYPE), mask=there & (d < R))
 
 
@@ -71,13 +53,9 @@ def _index_heads(
     start = index + head * index_head
     x = tl.load(start + d, mask=there & (d < D), other=0.0).to(DTYPE).to(tl.float32)
     if R > 0:
-        x = _rotated(x, start, d, there, cos, sin, R, INTERLEAVED, DTYPE)
-    amax = tl.maximum(tl.max(tl.abs(x), axis=1), _MIN_AMAX)
-    scale = tl.div_rn(amax, tl.full(amax.shape, _FP8_MAX, tl.float32))
-    if UE8M0:
-        scale = power_of_two_ceil(scale)
-    quantised = to_e4m3(x, tl.broadcast_to(scale[:, None], x.shape))
-    tl.store(codes + head * codes_head + d, quantised, mask=there & (d < D))
+        x = rotate_first(x, start, d, there, cos, sin, R, INTERLEAVED, DTYPE)
+    scale = row_scale(tl.max(tl.abs(x), axis=1), UE8M0)
+    tl.store(codes + head * codes_head + d, to_e4m3(x, scale[:, None]), mask=there & (d < D))
     w = tl.load(head_weights + number, mask=number < heads, other=0.0)
     tl.store(weights + number, w.to(tl.float32) * fold * scale, mask=number < heads)
 

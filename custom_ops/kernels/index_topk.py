@@ -1,10 +1,12 @@
-"""index_topk in Triton: scores of a slice of rows into scratch, then an exact selection, one program a row.
+"""index_topk in Triton: scores of a slice of rows into scratch, then an exact selection.
 
 The scores kernel multiplies a block of keys with all index heads of up to ``128 / HI`` rows at once, so that rows of a
 request share the loads of its keys; for long rows it also leaves the maximum of every few neighbouring scores. A key
-that is always chosen gets a score of +inf; other such scores then become the largest finite number. In the
-selection (select.py) the lowest positions win among equal scores, with and without ``deterministic``. Rows that see at
-most K keys take them all; their scores are neither computed nor read.
+that is always chosen gets a score of +inf; other such scores then become the largest finite number.
+
+Three kernels select: one program a row (select.py), several where rows are few and long (select_split.py), and one that
+reads a long row of a prefill once (select_listed.py). In all of them the lowest positions win among equal scores, with
+and without ``deterministic``. Rows that see at most K keys take them all; their scores are neither computed nor read.
 
 Legend: HI index heads, D index head dim, P pages, W columns of the page table.
 """
@@ -23,11 +25,14 @@ from compiled_dsa.custom_ops.kernels.common import (
     refuses_strides,
 )
 from compiled_dsa.custom_ops.kernels.select import group_size, maxima_of, write_slots
+from compiled_dsa.custom_ops.kernels.select_listed import list_size, programs_of, write_slots_listed
+from compiled_dsa.custom_ops.kernels.select_split import empty_counters, splits_of, write_slots_split
 from compiled_dsa.custom_ops.layout import PAGE, split_index_pool
 
 TILE_COLUMNS = 128  # rows * index heads of one tile of scores
 WAVES = 4  # programs a multiprocessor, where the rows are too few to fill the device
 PREFILL_ROWS = 8  # so many rows a request: the scores are bound by arithmetic, with fewer by reading keys
+PREFILL_REGISTERS = 128  # a thread: four programs a multiprocessor
 _LARGEST = tl.constexpr(3.4028234663852886e38)  # of finite fp32 numbers
 STAGES = 5  # pages are read two blocks ahead, their keys and scales one or two
 
@@ -74,6 +79,7 @@ def _scores(
     visible,  # [rows]
     scores,  # [rows, 64 W]
     maxima,  # [rows, at least 64 W / GROUP], if GROUP
+    zeroed,  # int32 [rows, ZEROED]
     rows,
     columns,
     pages,
@@ -101,6 +107,7 @@ def _scores(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
     FORCED: tl.constexpr,  # some tokens are always chosen
+    ZEROED: tl.constexpr,
 ):
     first = tl.program_id(0) * ROWS
     lane = tl.arange(0, ROWS)
@@ -123,6 +130,11 @@ def _scores(
     if tl.max(seen, axis=0) == 0:
         return
 
+    if ZEROED:
+        for start in range(tl.program_id(1) * 256, ZEROED, tl.num_programs(1) * 256):
+            counter = start + tl.arange(0, 256)
+            where = zeroed + row.to(tl.int64)[None, :] * ZEROED + counter[:, None]
+            tl.store(where, tl.zeros([256, ROWS], tl.int32), mask=(row < rows)[None, :] & (counter < ZEROED)[:, None])
     lanes = tl.arange(0, BLOCK)
     groups = tl.arange(0, BLOCK // GROUP)
     step = tl.num_programs(1) * BLOCK
@@ -146,9 +158,8 @@ def _scores(
             good = (page >= 0) & (page < pages)
             page = tl.where(good, page, 0).to(tl.int64)
             # Unmasked: the page is one of the pool. Scores and maxima past the row's last key are not read.
-            scale = tl.where(good, 1.0, float("nan"))
             if FP8:
-                scale *= tl.load(key_scales + page * scales_page + start % PAGE + lanes)
+                key_scale = tl.load(key_scales + page * scales_page + start % PAGE + lanes)
             offsets = (lanes * D)[:, None] + d[None, :]
             if STAGES is None:
                 block = keys + (page * keys_page + start % PAGE * D) + offsets
@@ -160,7 +171,9 @@ def _scores(
             if HI != HI_PADDED:  # a padded head of zeros times an infinite key is NaN
                 dots = tl.where(real[None, :], dots, 0.0)
             score = tl.sum(tl.reshape(dots * w[None, :], [BLOCK, ROWS, HI_PADDED]), axis=2)
-            score *= tl.broadcast_to(scale, [BLOCK])[:, None]
+            if FP8:  # not before the product, during which scales arrive
+                score *= key_scale[:, None]
+            score = tl.where(tl.broadcast_to(good, [BLOCK])[:, None], score, float("nan"))
             if FORCED:
                 position = (start + lanes)[:, None]
                 forced = (position < init_tokens) | (position >= (seen - local_tokens)[None, :])
@@ -187,7 +200,11 @@ def write_scores(
     rows_per_request: int,
     init_tokens: int = 0,
     local_tokens: int = 0,
+    zeroed: torch.Tensor | None = None,
 ) -> None:
+    """Scores [rows, 64 W] of what each row sees, the maxima of ``group`` neighbours if that is not 0, and zeros in
+    ``zeroed``, int32 [rows, ...] and contiguous: counters of the selection. Rows that see at most K keys are left out.
+    """
     rows, HI, D = q.shape
     keys, key_scales = split_index_pool(pool)
     fp8 = key_scales is not None
@@ -209,6 +226,7 @@ def write_scores(
         visible,
         scores,
         maxima,
+        scores if zeroed is None else zeroed,
         rows,
         scores.shape[1],
         pool.shape[0],
@@ -236,9 +254,10 @@ def write_scores(
         STAGES=None if exact or prefill else STAGES,
         EARLY=dependent_launch(q.device),
         FORCED=init_tokens + local_tokens > 0,
+        ZEROED=0 if zeroed is None else zeroed.shape[1],
         num_warps=4,
         num_stages=1 if exact else 3,
-        maxnreg=128 if prefill and not group and not exact else None,  # four programs a multiprocessor
+        maxnreg=PREFILL_REGISTERS if prefill and not group and not exact else None,
     )
 
 
@@ -260,7 +279,7 @@ def run(
     T, K = topk_out.shape
     if T == 0 or K == 0:
         return
-    if pool.shape[0] == 0 or page_table.shape[0] == 0:
+    if pool.shape[0] == 0 or page_table.numel() == 0:
         for out in (topk_out, positions_out):
             if out is not None:
                 out.fill_(-1)
@@ -268,16 +287,24 @@ def run(
     columns = page_table.shape[1] * PAGE
     scored = columns > K
     rows_per_request = max(1, T // page_table.shape[0])
-    group = group_size(columns, K, rows_per_request >= PREFILL_ROWS)
+    prefill = rows_per_request >= PREFILL_ROWS
+    listed = list_size(columns, K, prefill)
+    programs = programs_of(T, 4 * columns, listed, scratch_bytes, q.device)
+    group = 0 if programs else group_size(columns, K, prefill)
     rows_at_once = T
     if scored and scratch_bytes is not None:
         if scratch_bytes < 4 * (columns + maxima_of(columns, group)):
             group = 0
-        slices = triton.cdiv(T, scratch_bytes // (4 * (columns + maxima_of(columns, group))))
+        row_bytes = 4 * (columns + maxima_of(columns, group))
+        slices = triton.cdiv(T, (scratch_bytes - 8 * listed * programs) // row_bytes)
         rows_at_once = triton.cdiv(T, slices)  # the same for all slices
     scratch_rows = rows_at_once if scored else 0
     scores = torch.empty(scratch_rows, columns, dtype=torch.float32, device=q.device)
     maxima = torch.empty(scratch_rows, maxima_of(columns, group), dtype=torch.float32, device=q.device)
+    # a budget is that of prefill, whose rows are many
+    splits = splits_of(T, columns, K, group, q.device) if scratch_bytes is None else 0
+    counters = empty_counters(T, splits, q.device)
+    lists = torch.empty(programs, listed, dtype=torch.int64, device=q.device)
     early = scored and dependent_launch(q.device)
     for start in range(0, T, rows_at_once):
         part = slice(start, min(start + rows_at_once, T))
@@ -285,7 +312,12 @@ def run(
         if scored:
             write_scores(
                 q[part], weights[part], pool, *rows, scores, maxima, K, group, rows_per_request, init_tokens,
-                local_tokens,
+                local_tokens, counters,
             )  # fmt: skip
         positions = None if positions_out is None else positions_out[part]
-        write_slots(scores, maxima, *rows, topk_out[part], pool.shape[0], group, early, positions)
+        if splits:
+            write_slots_split(scores, maxima, counters, *rows, topk_out, pool.shape[0], group, splits, early, positions)
+        elif programs:
+            write_slots_listed(scores, lists, *rows, topk_out[part], pool.shape[0], early, positions)
+        else:
+            write_slots(scores, maxima, *rows, topk_out[part], pool.shape[0], group, early, positions)

@@ -1,8 +1,8 @@
 """mla_prefill with Triton: absorb, sparse attention, un-absorb, for as many rows at a time as the scratch holds.
 
 On Hopper the attention is the Gluon kernel where its shapes fit, over fp8 pools after they were dequantised whole;
-everything else goes through the kernel of sparse_mla_decode. Rows that attend the first tokens of their request, enough
-of them to repay it, attend expanded keys instead: mla_prefill_short.py finds them, mla_prefill_dense.py computes them.
+everything else goes through the kernel of sparse_mla_decode. Without a selection all rows attend expanded keys instead
+where that is cheaper: mla_prefill_plan.py decides it, mla_prefill_dense.py does it.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels import mla_prefill_dense as dense
-from compiled_dsa.custom_ops.kernels import mla_prefill_short as short
+from compiled_dsa.custom_ops.kernels import mla_prefill_plan as planning
 from compiled_dsa.custom_ops.kernels import sparse_mla, sparse_mla_hopper
 from compiled_dsa.custom_ops.kernels.common import (
     multiprocessors,
@@ -136,26 +136,15 @@ def run(
         return
     width = page_table.shape[1] * PAGE if topk is None else topk.shape[1]
     width = width if max_count is None else min(width, max_count)
-    tile = dense.tiling(N, R, V, q_nope.dtype) if dense.refuses(q_nope, kv_b, out, scale) is None else None
-    plan = short.plan(
-        T,
-        page_table.shape,
-        (H, N, R, V, L),
-        width,
-        topk is None,
-        q_nope.dtype,
-        pool.device,
-        tile,
-        scratch_bytes,
-        row_scratch_bytes(q_nope, kv_b),
-    )
-    rows = None if plan is None else short.find(topk, count, page_table, req_of_row, pool.shape[0], width, plan)
-    if plan is None or not plan.everything:
-        left, scratch_left = (count, scratch_bytes) if plan is None else (rows.rest, scratch_bytes - plan.index_bytes)
-        selection = (topk, left, page_table, req_of_row)
-        attend_absorbed(q_nope, q_rope, pool, *selection, kv_b, scale, sinks, out, scratch_left, width)
-    if plan is not None:  # after the absorbed rows, whose last GEMM writes zeros here
-        dense.attend(q_nope, q_rope, pool, count, page_table, kv_b, scale, sinks, out, width, rows, plan, tile)
+    selection = (count, page_table, req_of_row)
+    plan = None
+    if topk is None and planning.refuses(q_nope, kv_b, out, scale) is None:
+        dims = (H, N, R, V, L)
+        plan = planning.plan(T, page_table.shape[0], dims, width, q_nope.dtype, pool.device, scratch_bytes)
+    if plan is None:
+        attend_absorbed(q_nope, q_rope, pool, topk, *selection, kv_b, scale, sinks, out, scratch_bytes, width)
+    else:
+        dense.attend(q_nope, q_rope, pool, *selection, kv_b, scale, sinks, out, width, plan)
 
 
 def attend_absorbed(

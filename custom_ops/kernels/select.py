@@ -1,5 +1,7 @@
 """The selection of index_topk in Triton: from rows of scores to the slots of their K best keys.
 
+The kernel here takes every kind of row; those of select_split.py and select_listed.py share its parts.
+
 One program a row finds the K-th largest score by counting scores that stay in its registers, and takes what is above it
 and, of what equals it, the lowest positions. A long row is narrowed down first: the scores kernel leaves the maximum of
 every group of neighbouring scores, and the K best scores lie in the K groups with the best maxima (of equal ones, the

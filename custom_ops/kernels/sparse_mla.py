@@ -15,19 +15,20 @@ import triton.language as tl
 
 from compiled_dsa.custom_ops.kernels import sparse_mla_hopper
 from compiled_dsa.custom_ops.kernels.common import (
+    LN2,
+    LOG2E,
     dot_precision,
+    finite,
     multiprocessors,
     refuses_device,
     refuses_dot,
     refuses_dtype,
     refuses_strides,
 )
-from compiled_dsa.custom_ops.kernels.sparse_mla_combine import combine, empty_parts, finite
+from compiled_dsa.custom_ops.kernels.sparse_mla_combine import combine, empty_parts
 from compiled_dsa.custom_ops.layout import LATENT_GROUP, PAGE, split_latent_pool
 
 _PAGE = tl.constexpr(PAGE)
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LN2 = tl.constexpr(0.6931471805599453)
 
 MAX_SPLITS = 32
 
@@ -158,7 +159,7 @@ def _attend(
                 rope + slot[:, None] * rope_slot + r[None, :], mask=there[:, None] & (r < R)[None, :], other=0.0
             )
             scores = tl.dot(qr, tl.trans(k.to(dtype)), acc=scores, input_precision=PRECISION)
-        scores = tl.where(there[None, :], scores * (scale * _LOG2E), float("-inf"))
+        scores = tl.where(there[None, :], scores * (scale * LOG2E), float("-inf"))
         new = tl.maximum(maximum, tl.max(scores, axis=1))
         p = tl.exp2(scores - finite(new)[:, None])
         shrink = tl.exp2(maximum - finite(new))
@@ -166,10 +167,10 @@ def _attend(
         acc = tl.dot(p.to(dtype), c, acc=acc * shrink[:, None], input_precision=PRECISION)
         maximum = new
 
-    log_sum = tl.where(total == 0.0, float("-inf"), maximum * _LN2 + tl.log(total))
+    log_sum = tl.where(total == 0.0, float("-inf"), maximum * LN2 + tl.log(total))
     tl.store(lse + split * lse_split + row * lse_row + head * lse_head, log_sum, mask=head < heads)
     if SINKS:
-        sink = tl.load(sinks + head, mask=head < heads, other=float("-inf")) * _LOG2E
+        sink = tl.load(sinks + head, mask=head < heads, other=float("-inf")) * LOG2E
         new = tl.maximum(maximum, sink)
         shrink = tl.exp2(maximum - finite(new))
         total = total * shrink + tl.exp2(sink - finite(new))

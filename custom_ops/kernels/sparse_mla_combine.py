@@ -8,17 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_dsa.custom_ops.kernels.common import dependent_launch, multiprocessors
-
-_LOG2E = tl.constexpr(1.4426950408889634)
+from compiled_dsa.custom_ops.kernels.common import LOG2E, dependent_launch, finite, multiprocessors
 
 MIN_COLUMNS = 128  # of a program, which is one warp: 8 bytes a thread of a bf16 split
-
-
-@triton.jit
-def finite(maximum):
-    """The value to subtract before exponentiating: 0 where nothing was seen, so that exp2(-inf - x) is 0, not NaN."""
-    return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -56,21 +48,21 @@ def _combine(
         tl.extra.cuda.gdc_wait()  # until the splits are written
     each = tl.load(parts_lse + split * lse_split + pid, mask=split < splits, other=float("-inf"))
     maximum = tl.max(each, axis=0)
-    total = tl.sum(tl.exp2((each - finite(maximum)) * _LOG2E), axis=0)
+    total = tl.sum(tl.exp2((each - finite(maximum)) * LOG2E), axis=0)
     o = tl.zeros([COLUMNS], tl.float32)
     for s in tl.static_range(S_PADDED):
         index = s + tl.arange(0, 1).to(tl.int64)
         one = tl.load(parts_lse + index * lse_split + pid, mask=index < splits, other=float("-inf"))
         part = tl.load(where + index * parts_split, mask=(index < splits) & (column < L), other=0.0)
         # what a split that saw nothing holds must not count
-        o += tl.where(one == float("-inf"), 0.0, part * tl.exp2((one - finite(maximum)) * _LOG2E))
+        o += tl.where(one == float("-inf"), 0.0, part * tl.exp2((one - finite(maximum)) * LOG2E))
     log_sum = tl.where(total == 0.0, float("-inf"), maximum + tl.log(total))
     tl.store(lse + row * lse_row + head * lse_head, log_sum, mask=tl.program_id(1) == 0)
     if SINKS:
         sink = tl.load(sinks + head)
         new = tl.maximum(maximum, sink)
-        shrink = tl.exp2((maximum - finite(new)) * _LOG2E)
-        total = total * shrink + tl.exp2((sink - finite(new)) * _LOG2E)
+        shrink = tl.exp2((maximum - finite(new)) * LOG2E)
+        total = total * shrink + tl.exp2((sink - finite(new)) * LOG2E)
         o = o * shrink
     o = o / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * out_row + head * out_head + column, o.to(out.dtype.element_ty), mask=column < L)

@@ -23,6 +23,7 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     ROPE,
     TILE_HEADS,
     L,
+    finite_of,
     lanes_of_tile,
     place_of_tile,
     steps_of,
@@ -31,13 +32,13 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
 from compiled_dsa.custom_ops.layout import PAGE
 
 LOG2E = gl.constexpr(1.4426950408889634)
-_LN2 = gl.constexpr(0.6931471805599453)
+LN2 = gl.constexpr(0.6931471805599453)
 
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16]))
 _OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16]))
 
 # Triton 3.9 has renamed it.
-_tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 class Heads(NamedTuple):
@@ -52,12 +53,6 @@ class Heads(NamedTuple):
     lse: gl.tensor | None  # fp32 [S T, H]
     lse_row: gl.tensor  # stride
     lse_head: gl.tensor
-
-
-@gluon.jit
-def _finite(maximum):
-    """The value to subtract before exponentiating: 0 where nothing was seen, so that exp2(-inf - x) is 0, not NaN."""
-    return gl.where(maximum == NONE, 0.0, maximum)
 
 
 @gluon.jit
@@ -90,7 +85,7 @@ def _exponentiate(scores, maximum, buffers, barriers, unit, SIDE: gl.constexpr):
     bound = buffers.bound.index(SIDE).load(gl.SliceLayout(0, _SCORES))
     scores = gl.minimum(scores, gl.expand_dims(bound, 0))
     new = gl.maximum(maximum, gl.max(scores, axis=1) * unit)
-    finite = _finite(new)
+    finite = finite_of(new)
     shrink = gl.exp2(maximum - finite)
     p = gl.exp2(scores * unit - gl.expand_dims(finite, 1))
     weights = p.to(gl.bfloat16)
@@ -201,13 +196,13 @@ def _write(acc, total, maximum, heads, rows, tile, buffers, barriers, SIDE: gl.c
     maximum = gl.convert_layout(maximum, OUT_ROW)
     head = head0 + gl.arange(0, TILE_HEADS, layout=OUT_ROW)
     if heads.lse is not None and SIDE == 1:
-        log_sum = gl.where(total == 0.0, NONE, (maximum + gl.log2(total)) * _LN2)
+        log_sum = gl.where(total == 0.0, NONE, (maximum + gl.log2(total)) * LN2)
         where = heads.lse + part.to(gl.int64) * heads.lse_row + head * heads.lse_head
         gl.store(where, log_sum, mask=head < heads.H)
     factor = gl.full([TILE_HEADS], 1.0, gl.float32, layout=OUT_ROW)
     if heads.sinks is not None:
         sink = gl.load(heads.sinks + head, mask=head < heads.H, other=NONE) * LOG2E
-        top = _finite(gl.maximum(maximum, sink))
+        top = finite_of(gl.maximum(maximum, sink))
         factor = gl.exp2(maximum - top)
         total = total * factor + gl.exp2(sink - top)
     factor = factor / gl.where(total == 0.0, 1.0, total)
@@ -217,7 +212,7 @@ def _write(acc, total, maximum, heads, rows, tile, buffers, barriers, SIDE: gl.c
     stage = buffers.q_left if SIDE == 0 else buffers.q_right
     tile_of(stage, 0).store((acc * gl.expand_dims(factor, 1)).to(gl.bfloat16))
     fence_async_shared()
-    _tma_store(heads.o_desc, [part, head0, SIDE * HALF], stage.index(0))
+    tma_store(heads.o_desc, [part, head0, SIDE * HALF], stage.index(0))
     tma.store_wait(0)
     mbarrier.arrive(barriers.q_empty, count=1)
 
@@ -266,7 +261,7 @@ def consume(heads, rows, ntiles, unit, zero, buffers, barriers, SIDE: gl.constex
                 acc = acc * gl.expand_dims(buffers.shrink.index(1).load(OUT_ROW), 1)
                 acc = warpgroup_mma(buffers.weights.index(1), buffers.k_left.index(1), acc, is_async=True)
                 new = buffers.maximum.index(1).load(ROW)
-                total = total * gl.exp2(maximum - _finite(new))
+                total = total * gl.exp2(maximum - finite_of(new))
                 maximum = new
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(barriers.left_empty.index(1), count=1)

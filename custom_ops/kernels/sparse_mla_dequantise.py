@@ -192,13 +192,12 @@ def _factors(half, phase, barriers, SIDE: gl.constexpr, RIGHT: gl.constexpr):
 
 
 @gluon.jit
-def _store(half, factors, buffers, barriers, SIDE: gl.constexpr, RIGHT: gl.constexpr, HALVES: gl.constexpr):
+def _store(half, factors, buffers, barriers, SIDE: gl.constexpr, RIGHT: gl.constexpr):
     """A half, dequantised, into its stage."""
     codes, _scales = half
     tile = _as_words((buffers.k_right if RIGHT else buffers.k_left).index(SIDE))
     full = barriers.right_full if RIGHT else barriers.left_full
-    if HALVES == 2:  # with fewer registers, ptxas would put the loads that come before behind the conversion
-        _barrier()
+    _barrier()  # else ptxas puts the loads that come before between the conversions, where registers are few
     for i in gl.static_range(2):
         tile.slice(2 * _GROUP * i, 2 * _GROUP, dim=1).store(_dequantise(codes[i], factors[i]))
     fence_async_shared()
@@ -240,7 +239,7 @@ def produce_dequantised(
                 if HALVES == 2:
                     factors = _factors(half, phase, barriers, side, 0)
                     following = _load(address, there, _CODES, 1)
-                    _store(half, factors, buffers, barriers, side, 0, HALVES)
+                    _store(half, factors, buffers, barriers, side, 0)
                     half = following
                 if LAST == 1:
                     if SIDES == 1 or buffers.k_rope.shape[0] == 2:
@@ -251,7 +250,7 @@ def produce_dequantised(
                 factors = _factors(half, phase, barriers, side, LAST)
                 following = _load(address, there, _CODES, FIRST)
                 slots = slots_of_block(rows, offset, SIDES * step + side + 2, n, PAGED, ROWS)
-                _store(half, factors, buffers, barriers, side, LAST, HALVES)
+                _store(half, factors, buffers, barriers, side, LAST)
                 half = following
                 # until the last tile is written, the queries' place holds its output; the second rope needs them
                 if side == 0 and q_desc is not None:  # noqa: SIM102 (decided when compiled)

@@ -10,9 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
+from compiled_dsa.custom_ops.kernels.sparse_mla_hopper import DIMS, HEADS
 from compiled_dsa.custom_ops.layout import PAGE
 
-L, R, HEADS = 512, 64, 64
+L, R = DIMS
 
 LATENT = gl.constexpr(L)
 HALF = gl.constexpr(L // 2)
@@ -27,7 +28,7 @@ GATHER_ROWS = gl.constexpr(gl.SliceLayout(1, GATHER))
 
 # Triton 3.9 has renamed them.
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-_tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 class Buffers(NamedTuple):
@@ -81,6 +82,12 @@ class Rows(NamedTuple):
     number: gl.tensor  # T
     splits: gl.tensor  # S
     head_blocks: gl.tensor
+
+
+@gluon.jit
+def finite_of(maximum):
+    """The value to subtract before exponentiating: 0 where nothing was seen, so that exp2(-inf - x) is 0, not NaN."""
+    return gl.where(maximum == NONE, 0.0, maximum)
 
 
 @gluon.jit
@@ -161,8 +168,8 @@ def fetch_queries(q_desc, rows, tile, parity, buffers, barriers):
     row, _split, head = place_of_tile(rows, tile)
     mbarrier.wait(barriers.q_empty, parity ^ 1)
     mbarrier.expect(barriers.q_full, TILE_HEADS * LATENT * 2)
-    _tma_load(q_desc, [row, head, 0], barriers.q_full, buffers.q_left.index(0))
-    _tma_load(q_desc, [row, head, HALF], barriers.q_full, buffers.q_right.index(0))
+    tma_load(q_desc, [row, head, 0], barriers.q_full, buffers.q_left.index(0))
+    tma_load(q_desc, [row, head, HALF], barriers.q_full, buffers.q_right.index(0))
 
 
 @gluon.jit

@@ -34,6 +34,25 @@ def to_e4m3(x, scale):
     return x.to(tl.float8e4nv)
 
 
+@triton.jit
+def latent_columns(GROUPS_PADDED: tl.constexpr):
+    """[groups, 128]: the columns of each group."""
+    return tl.arange(0, GROUPS_PADDED)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+
+
+@triton.jit
+def write_latents(latents, scales, x, L: tl.constexpr, GROUPS: tl.constexpr, FP8: tl.constexpr):
+    """x, the latents of a token [groups, 128], into its slot, which ``latents`` and ``scales`` point at."""
+    group = tl.arange(0, x.shape[0])
+    if FP8:
+        x = x.to(tl.float32)
+        scale = power_of_two_ceil(tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=1), _FP8_MAX), _MIN_SCALE))
+        tl.store(scales + group, scale, mask=group < GROUPS)
+        x = to_e4m3(x, scale[:, None])
+    column = latent_columns(x.shape[0])
+    tl.store(latents + column, x, mask=column < L)
+
+
 @triton.jit(do_not_specialize=["capacity"])
 def _store(
     pool_latents,  # [slots, L] codes or model dtype
@@ -59,16 +78,9 @@ def _store(
     slot = tl.load(slots + row)
     if (slot < 0) | (slot >= capacity):
         return
-    group = tl.arange(0, GROUPS_PADDED)
-    column = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    column = latent_columns(GROUPS_PADDED)
     x = tl.load(latents + row * latents_row + column, mask=column < L, other=0.0)
-    if FP8:
-        x = x.to(tl.float32)
-        amax = tl.max(tl.abs(x), axis=1)
-        scale = power_of_two_ceil(tl.maximum(tl.div_rn(amax, tl.full(amax.shape, _FP8_MAX, tl.float32)), _MIN_SCALE))
-        tl.store(pool_scales + slot * scales_slot + group, scale, mask=group < GROUPS)
-        x = to_e4m3(x, tl.broadcast_to(scale[:, None], x.shape))
-    tl.store(pool_latents + slot * latents_slot + column, x, mask=column < L)
+    write_latents(pool_latents + slot * latents_slot, pool_scales + slot * scales_slot, x, L, GROUPS, FP8)
     if R > 0:
         r = tl.arange(0, R_PADDED)
         values = tl.load(rope + row * rope_row + r, mask=r < R, other=0.0)

@@ -8,24 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels.common import refuses_device, refuses_dtype, refuses_strides
-from compiled_dsa.custom_ops.kernels.rotation import pair_of, rotated
-from compiled_dsa.custom_ops.kernels.store_latents import power_of_two_ceil, to_e4m3
-from compiled_dsa.custom_ops.layout import (
-    FP8_MAX,
-    LATENT_GROUP,
-    PAGE,
-    latent_groups,
-    split_index_pool,
-    split_latent_pool,
-)
-from compiled_dsa.custom_ops.store_index_keys import MIN_AMAX
-from compiled_dsa.custom_ops.store_latents import MIN_SCALE
-
-_FP8_MAX = tl.constexpr(FP8_MAX)
-_MIN_AMAX = tl.constexpr(MIN_AMAX)
-_MIN_SCALE = tl.constexpr(MIN_SCALE)
-_GROUP = tl.constexpr(LATENT_GROUP)
-_PAGE = tl.constexpr(PAGE)
+from compiled_dsa.custom_ops.kernels.rope import angles, pair_of, rotate_first, rotated
+from compiled_dsa.custom_ops.kernels.store_index_keys import write_key
+from compiled_dsa.custom_ops.kernels.store_latents import latent_columns, write_latents
+from compiled_dsa.custom_ops.layout import PAGE, latent_groups, split_index_pool, split_latent_pool
 
 
 def refuses(
@@ -54,50 +40,31 @@ def _normalised(x, weight, eps, size: tl.constexpr):
 
 
 @triton.jit
-def _angles(cos, sin, row, cos_row, sin_row, angle, inside):
-    c = tl.load(cos + row * cos_row + angle, mask=inside, other=1.0)
-    s = tl.load(sin + row * sin_row + angle, mask=inside, other=0.0)
-    return c.to(tl.float32), s.to(tl.float32)
-
-
-@triton.jit
 def _store_latents(
-    pool_latents, pool_scales, pool_rope, kv, weight, cos, sin, row, slot, latents_slot, scales_slot, rope_slot, kv_row,
-    cos_row, sin_row, eps, L: tl.constexpr, R: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr,
-    R_PADDED: tl.constexpr, FP8: tl.constexpr, INTERLEAVED: tl.constexpr,
+    pool_latents, pool_scales, pool_rope, kv, weight, cos, sin, eps, L: tl.constexpr, R: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, R_PADDED: tl.constexpr, FP8: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    group = tl.arange(0, GROUPS_PADDED)
-    column = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    """Pointers are those of the row and of its slot."""
+    column = latent_columns(GROUPS_PADDED)
     w = tl.load(weight + column, mask=column < L, other=0.0)
-    x = tl.load(kv + row * kv_row + column, mask=column < L, other=0.0).to(w.dtype).to(tl.float32)
-    x = _normalised(x, w, eps, L)
-    if FP8:
-        x = x.to(tl.float32)
-        amax = tl.max(tl.abs(x), axis=1)
-        scale = power_of_two_ceil(tl.maximum(tl.div_rn(amax, tl.full(amax.shape, _FP8_MAX, tl.float32)), _MIN_SCALE))
-        tl.store(pool_scales + slot * scales_slot + group, scale, mask=group < GROUPS)
-        x = to_e4m3(x, tl.broadcast_to(scale[:, None], x.shape))
-    tl.store(pool_latents + slot * latents_slot + column, x, mask=column < L)
+    x = tl.load(kv + column, mask=column < L, other=0.0).to(w.dtype).to(tl.float32)
+    write_latents(pool_latents, pool_scales, _normalised(x, w, eps, L), L, GROUPS, FP8)
     if R > 0:
         r = tl.arange(0, R_PADDED)
-        other, angle, second = pair_of(r, R, INTERLEAVED)
-        c, s = _angles(cos, sin, row, cos_row, sin_row, angle, r < R)
-        start = kv + row * kv_row + L
-        a = tl.load(start + r, mask=r < R, other=0.0).to(w.dtype).to(tl.float32)
-        b = tl.load(start + other, mask=r < R, other=0.0).to(w.dtype).to(tl.float32)
-        values = rotated(a, b, c, s, second).to(w.dtype)
-        tl.store(pool_rope + slot * rope_slot + r, values.to(pool_rope.dtype.element_ty), mask=r < R)
+        x = tl.load(kv + L + r, mask=r < R, other=0.0).to(w.dtype).to(tl.float32)
+        x = rotate_first(x, kv + L, r, r < R, cos, sin, R, INTERLEAVED, w.dtype).to(w.dtype)
+        tl.store(pool_rope + r, x.to(pool_rope.dtype.element_ty), mask=r < R)
 
 
 @triton.jit
 def _store_key(
-    pool_keys, pool_scales, k, weight, bias, cos, sin, row, slot, keys_page, scales_page, k_row, cos_row, sin_row, eps,
-    DTYPE: tl.constexpr, D: tl.constexpr, R: tl.constexpr, D_PADDED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    UE8M0: tl.constexpr,
+    pool_keys, pool_scales, k, weight, bias, cos, sin, slot, keys_page, scales_page, eps, DTYPE: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, D_PADDED: tl.constexpr, INTERLEAVED: tl.constexpr, UE8M0: tl.constexpr,
 ):  # fmt: skip
+    """``k``, ``cos`` and ``sin`` point at the row."""
     d = tl.arange(0, D_PADDED)
-    turned = d < R
-    x = tl.load(k + row * k_row + d, mask=d < D, other=0.0).to(DTYPE).to(tl.float32)
+    x = tl.load(k + d, mask=d < D, other=0.0).to(DTYPE).to(tl.float32)
     mean = tl.sum(x) / D
     centred = tl.where(d < D, x - mean, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred) / D + eps)
@@ -105,21 +72,15 @@ def _store_key(
     b = tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
     y = centred * scale * w + b
     if R > 0:
+        turned = d < R
         other, angle, second = pair_of(d, R, INTERLEAVED)
-        c, s = _angles(cos, sin, row, cos_row, sin_row, angle, turned)
+        c, s = angles(cos, sin, angle, turned)
         other = tl.where(turned, other, 0)
-        z = tl.load(k + row * k_row + other, mask=turned, other=0.0).to(DTYPE).to(tl.float32)
+        z = tl.load(k + other, mask=turned, other=0.0).to(DTYPE).to(tl.float32)
         w = tl.load(weight + other, mask=turned, other=0.0).to(tl.float32)
         b = tl.load(bias + other, mask=turned, other=0.0).to(tl.float32)
         y = tl.where(turned, rotated(y, (z - mean) * scale * w + b, c, s, second), y)
-    y = tl.where(d < D, y, 0.0)
-    amax = tl.maximum(tl.max(tl.abs(y), axis=0), _MIN_AMAX)
-    scale = tl.div_rn(amax, tl.full([], _FP8_MAX, tl.float32))
-    if UE8M0:
-        scale = power_of_two_ceil(scale)
-    page, offset = slot // _PAGE, slot % _PAGE
-    tl.store(pool_scales + page * scales_page + offset, scale)
-    tl.store(pool_keys + page * keys_page + offset * D + d, to_e4m3(y, scale + tl.zeros_like(y)), mask=d < D)
+    write_key(pool_keys, pool_scales, tl.where(d < D, y, 0.0), slot, keys_page, scales_page, D, True, UE8M0)
 
 
 @triton.jit(do_not_specialize=["latent_capacity", "index_capacity"])
@@ -171,6 +132,8 @@ def _store(
 ):
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
+    cos += row * cos_row
+    sin += row * sin_row
     if part == 0:
         column = tl.arange(0, Q_PADDED)
         w = tl.load(q_norm + column, mask=column < Q, other=0.0)
@@ -181,14 +144,14 @@ def _store(
         if part == 1:
             if (slot >= 0) & (slot < latent_capacity):
                 _store_latents(
-                    pool_latents, pool_latent_scales, pool_rope, kv, kv_norm, cos, sin, row, slot, latents_slot,
-                    latent_scales_slot, rope_slot, kv_row, cos_row, sin_row, eps, L, R, GROUPS, GROUPS_PADDED, R_PADDED,
-                    FP8, INTERLEAVED,
+                    pool_latents + slot * latents_slot, pool_latent_scales + slot * latent_scales_slot,
+                    pool_rope + slot * rope_slot, kv + row * kv_row, kv_norm, cos, sin, eps, L, R, GROUPS,
+                    GROUPS_PADDED, R_PADDED, FP8, INTERLEAVED,
                 )  # fmt: skip
         elif (slot >= 0) & (slot < index_capacity):
             _store_key(
-                pool_keys, pool_key_scales, k, k_norm, k_norm_bias, cos, sin, row, slot, keys_page, key_scales_page,
-                k_row, cos_row, sin_row, k_eps, q_lora.dtype.element_ty, D, R, D_PADDED, INDEX_INTERLEAVED, UE8M0,
+                pool_keys, pool_key_scales, k + row * k_row, k_norm, k_norm_bias, cos, sin, slot, keys_page,
+                key_scales_page, k_eps, q_lora.dtype.element_ty, D, R, D_PADDED, INDEX_INTERLEAVED, UE8M0,
             )  # fmt: skip
 
 

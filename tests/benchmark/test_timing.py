@@ -66,11 +66,11 @@ def test_timed_returns_what_was_made():
 def test_launches_are_those_of_the_device_in_order():
     def event(name, start, device="CUDA", annotation=False):
         kind = getattr(torch.autograd.DeviceType, device)
-        time_range = SimpleNamespace(start=start)
+        time_range = SimpleNamespace(start=start, elapsed_us=lambda: 1.5)
         return SimpleNamespace(name=name, device_type=kind, is_user_annotation=annotation, time_range=time_range)
 
     events = [event("gemm", 2), event("cudaLaunchKernel", 0, "CPU"), event("norm", 1), event("step", 0, "CUDA", True)]
-    assert timing.launched(events) == ["norm", "gemm"]
+    assert timing.launched(events) == [("norm", 1.5), ("gemm", 1.5)]
 
 
 def test_provenance(monkeypatch, tmp_path):

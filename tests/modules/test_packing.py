@@ -199,6 +199,17 @@ def test_hooks_are_called():
     assert len(seen) == 3
 
 
+def test_wrapped_forwards_are_called():
+    """As accelerate wraps them, of an instance."""
+    layer = pack_projections(make_layer())
+    forward = layer.indexer.wk.forward
+    layer.indexer.wk.forward = lambda x: forward(x) * 2
+    changed = outputs(layer)
+    del layer.indexer.wk.forward
+    layer.indexer.wk.weight.mul_(2)
+    assert_close(outputs(layer), changed)
+
+
 def test_gradients():
     """The loss reaches every parameter, as it does without packing."""
     layer = pack_projections(make_layer().requires_grad_())
@@ -231,6 +242,17 @@ def test_biases(attention_bias):
         assert "packed_hidden_bias" not in layer._buffers
 
 
+def test_biases_that_come_and_go():
+    layer = pack_projections(make_layer())
+    for bias in (nn.Parameter(torch.randn(48, dtype=torch.float64), requires_grad=False), None):
+        layer.q_a_proj.bias = bias
+        want = outputs(unpack_projections(copy.deepcopy(layer)))
+        assert_close(outputs(layer), want)
+        assert packed(pack_projections(layer)) == PACKED["deepseek_v32"]
+        assert_close(outputs(layer), want)
+        assert ("packed_hidden_bias" in layer._buffers) == (bias is not None)
+
+
 def test_other_dtypes_stay_outside():
     layer = make_layer(dtype=torch.float32)
     layer.indexer.weights_proj.double()
@@ -251,6 +273,27 @@ def test_shared_weights_stay_outside():
         parameter.neg_()
     assert_follows(layers[0])
     assert_follows(layers[1])
+
+
+def test_views_of_one_weight_stay_outside():
+    """Also those that start within another's rows, as of a fused projection that is a module of its own."""
+    layer = make_layer()
+    layer.fused = nn.Linear(64, 40 + 32, bias=False, dtype=torch.float64).requires_grad_(False)
+    layer.kv_a_proj_with_mqa.weight.data, layer.indexer.wk.weight.data = layer.fused.weight.data.split([40, 32])
+    pack_projections(layer)
+    assert packed(layer) == {"hidden": ["q_a_proj", "weights_proj"], "q_lora": QUERIES}
+    layer.fused.weight.neg_()
+    assert torch.equal(torch.cat([layer.kv_a_proj_with_mqa.weight, layer.indexer.wk.weight]), layer.fused.weight)
+
+
+def test_unpacking_parameters_that_view_the_buffer():
+    """Parameters that were made of the layer's own state dict since it was packed."""
+    layer = pack_projections(make_layer())
+    want = outputs(layer)
+    layer.load_state_dict(layer.state_dict(), assign=True)
+    unpack_projections(layer)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in layer.parameters())
+    assert_close(outputs(layer), want)
 
 
 def test_keys_only():

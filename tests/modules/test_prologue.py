@@ -1,6 +1,7 @@
 """The two ops between a layer's GEMMs: the same results as its plain torch, used where the layer is of their kind."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from compiled_dsa import SparseAttention, pack_projections, prologue
 from compiled_dsa.batch import DECODE
 from compiled_dsa.custom_ops.layout import FP8
 from tests.huggingface.tiny_models import ALL_MODEL_TYPES, INDEX_TOPK
-from tests.modules.layers import Serving, our_layer, stock_layer
+from tests.modules.layers import Serving, angles, our_layer, stock_layer, tiny_dsa_config
 
 KNOWN = ("deepseek_v32", "glm_moe_dsa")
 
@@ -18,13 +19,13 @@ KNOWN = ("deepseek_v32", "glm_moe_dsa")
 def calls(monkeypatch):
     """Whether scores were wanted, of every call of the ops."""
     seen = []
-    ops = prologue.prologue
+    ops = prologue.store_and_encode
 
     def spy(*args, scores):
         seen.append(scores)
         return ops(*args, scores=scores)
 
-    monkeypatch.setattr(prologue, "prologue", spy)
+    monkeypatch.setattr(prologue, "store_and_encode", spy)
     return seen
 
 
@@ -71,10 +72,8 @@ def test_half_precision_is_near_plain_torch(dtype, calls, monkeypatch):
 
 @pytest.mark.parametrize("model_type", [m for m in ALL_MODEL_TYPES if m not in KNOWN])
 def test_other_kinds_of_layers_stay_plain_torch(model_type, calls):
-    layer = make_layer(model_type)
-    fused = prologue.known(layer.dsa_config)
-    serve(layer)
-    assert len(calls) == (3 if fused else 0)
+    serve(make_layer(model_type))
+    assert not calls
 
 
 @pytest.mark.parametrize("index_dtype", [None, torch.float32])
@@ -90,6 +89,19 @@ def test_hooks_on_norms_are_called(name, calls):
     layer.get_submodule(name).register_forward_hook(lambda *args: seen.append(name))
     serve(layer)
     assert len(seen) == 3 and not calls
+
+
+def test_angles_that_a_layer_without_rope_ignores(calls):
+    config = dataclasses.replace(tiny_dsa_config(), qk_rope_head_dim=0)
+    layer = SparseAttention(config).requires_grad_(False)
+    outputs = []
+    for R in (0, 16):
+        serving = Serving.of([layer], [torch.ones(20, config.hidden_size).cumsum(0) / 20], None, FP8)
+        x, _, _, batch = serving.inputs([20])
+        with torch.no_grad():
+            outputs.append(layer(x, *angles(batch.positions, R, x.dtype), batch, serving.pool.layers[0])[0])
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    assert len(calls) == 1
 
 
 def test_norms_of_another_kind_are_called(calls):

@@ -12,7 +12,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 
 from compiled_dsa import DSAConfig, Indexer, SparseAttention
 from compiled_dsa.batch import Batch
-from compiled_dsa.custom_ops.rotation import rotate, rotate_part
+from compiled_dsa.custom_ops.rope import rotate, rotate_part
 from tests.huggingface.tiny_models import ALL_MODEL_TYPES, tiny_config, tiny_model
 
 

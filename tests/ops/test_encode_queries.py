@@ -5,7 +5,7 @@ import torch
 
 from compiled_dsa.custom_ops import ENCODE_QUERIES
 from compiled_dsa.custom_ops.layout import FP8
-from compiled_dsa.custom_ops.rotation import rotate, rotate_part
+from compiled_dsa.custom_ops.rope import rotate, rotate_part
 
 SIZES = [(128, 128, 64, 64, 128), (5, 16, 32, 3, 64), (33, 24, 16, 9, 32), (4, 16, 0, 8, 64)]  # H, N, R, HI, D
 

@@ -27,6 +27,16 @@ from tests.ops.index_cases import (
 
 
 @pytest.mark.parametrize("name", ["index_topk_decode", "index_topk_prefill"])
+def test_page_tables_without_columns(backend, name):
+    """No key to see, whatever the windows say."""
+    integers = {"dtype": torch.int32, "device": backend.device}
+    rows = (torch.empty(2, 0, **integers), torch.tensor([0, 1], **integers), torch.tensor([5, 0], **integers))
+    q, weights = queries(2, 16, 64, torch.float32, backend.device)
+    pool = random_index_pool(2, 64, torch.float32, backend.device)
+    assert (run(backend, q, weights, pool, rows, 8, name=name) == -1).all()
+
+
+@pytest.mark.parametrize("name", ["index_topk_decode", "index_topk_prefill"])
 @pytest.mark.parametrize(
     ("HI", "D", "dtype", "K"),
     [

@@ -88,10 +88,10 @@ def test_against_fp64(backend, size, sinks, paged, expanded, monkeypatch):
     if expanded:
         if backend.provider != "triton":
             pytest.skip("only triton expands keys")
-        from compiled_dsa.custom_ops.kernels import mla_prefill_short
+        from compiled_dsa.custom_ops.kernels import mla_prefill_plan
 
         for name in ("ATTENTION_COST", "EXPANSION_COST", "WAVES"):
-            monkeypatch.setattr(mla_prefill_short, name, 0.0)
+            monkeypatch.setattr(mla_prefill_plan, name, 0.0)
     if paged:
         args[3] = None
         args[4] = torch.tensor([128, 0, 65, 64, 1, 300], dtype=torch.int32, device=backend.device)

@@ -77,6 +77,13 @@ def test_fault_h2_ops_return_nothing_and_mutate_what_they_write(name):
     assert mutated == writes.get(name, ["topk_out", "positions_out"])
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_triton_providers_can_be_imported(name):
+    """The choice of a provider passes over one that cannot be, and another takes its place without a word."""
+    pytest.importorskip("triton")
+    assert "triton" not in OPS[name].providers or callable(OPS[name].module("triton").run)
+
+
 def test_split_ops_are_the_unsafe_ones():
     unsafe = {op.overload for op in OPS.values() if torch.Tag.cudagraph_unsafe in op.overload.tags}
     assert (

@@ -51,6 +51,23 @@ def test_stores(pool_dtype):
     ops.store_index_keys(keys, random(T, 128), slots, False)
 
 
+@pytest.mark.parametrize("pool_dtype", [FP8, torch.bfloat16])
+def test_between_gemms(pool_dtype):
+    """Odd numbers of heads, a rank of queries and groups of latents that are padded."""
+    Q, L, R, D, H, HI = 1000, 448, 48, 96, 35, 11
+    slots = torch.tensor([0, -1, 191, 192, 64], device="cuda")
+    pools = random_latent_pool(3, L, R, pool_dtype, "cuda"), random_index_pool(3, D, FP8, "cuda")
+    products, norms = (random(T, Q), random(T, L + R), random(T, D)), (random(Q), random(L), random(D), random(D))
+    angles, q_lora = (random(T, R // 2, dtype=torch.float32), random(T, R // 2, dtype=torch.float32)), random(T, Q)
+    ops.store_tokens(*pools, q_lora, *products, *norms, *angles, slots, 1e-6, 1e-6, True, False, False)
+    codes, weights = random(T, HI, D, dtype=FP8), random(T, HI, dtype=torch.float32)
+    ops.encode_queries(
+        random(T, H, R), codes, weights, random(T, H, R), random(T, HI, D), random(T, HI), *angles, 1.0, True, False,
+        True,
+    )  # fmt: skip
+    ops.unabsorb(random(T, H, L), random(H, D, L), random(T, H, D))
+
+
 def test_batch_metadata():
     ops.batch_metadata(*sample_arguments("batch_metadata", torch.bfloat16, torch.device("cuda")))
 

@@ -23,12 +23,19 @@ gpu = pytest.mark.gpu
 PAGES = 64
 POOLS = {"fp8": FP8, "bf16": torch.bfloat16}
 H200 = 132  # multiprocessors
+# up to 16 and up to 32 heads of fp8 have kernels of their own; fewer than MIN_HEADS are refused, but would be right
+CASES = [("fp8", H) for H in (1, 8, 16, 17, 32, 64, 96, 128)] + [("bf16", H) for H in (16, 24, 64, 96, 128)]
 
 
 @pytest.fixture
 def hopper():
     if torch.cuda.get_device_capability() != sparse_mla_hopper.CAPABILITY:
         pytest.skip("needs Hopper")
+
+
+@pytest.fixture
+def any_heads(monkeypatch):
+    monkeypatch.setattr(sparse_mla_hopper, "MIN_HEADS", 1)
 
 
 def inputs(pool: str, T: int, H: int, K: int, sinks=False):
@@ -78,9 +85,8 @@ def check(args):
 @gpu
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("chosen", [Cut(1, 2), Cut(3, 2), Cut(8, 2), Cut(16, 1)])
-@pytest.mark.parametrize("H", [16, 24, 64, 96, 128])
-@pytest.mark.parametrize("pool", POOLS)
-def test_every_cut(hopper, monkeypatch, pool, H, chosen, sinks):
+@pytest.mark.parametrize(("pool", "H"), CASES)
+def test_every_cut(hopper, any_heads, monkeypatch, pool, H, chosen, sinks):
     monkeypatch.setattr(sparse_mla_hopper, "cut", lambda *_: chosen)
     check(inputs(pool, 10, H, 1008, sinks))
 
@@ -88,14 +94,51 @@ def test_every_cut(hopper, monkeypatch, pool, H, chosen, sinks):
 @gpu
 @pytest.mark.parametrize("chosen", [Cut(1, 2), Cut(2, 1), Cut(2, 2)])
 @pytest.mark.parametrize("K", [112, 128, 576])
-@pytest.mark.parametrize("H", [16, 24, 128])
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(("pool", "H"), [("fp8", H) for H in (8, 16, 17, 32, 128)] + [("bf16", 24), ("bf16", 128)])
 def test_more_tiles_than_programs(hopper, monkeypatch, pool, H, K, chosen):
     """A program goes from tile to tile, with tiles of one step, of several and of nothing between them."""
     if chosen.sides == 1:
         K = min(K, 128)
     monkeypatch.setattr(sparse_mla_hopper, "cut", lambda *_: chosen)
     check(inputs(pool, 700, H, K, sinks=True))
+
+
+@gpu
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("blocks", [2, 3, 8])
+@pytest.mark.parametrize("H", [1, 16, 32, 64])
+def test_keys_in_every_other_block(hopper, any_heads, monkeypatch, H, blocks, sinks):
+    """Where consumers have every other block each, one of them has no keys, then the other one, then both."""
+    monkeypatch.setattr(sparse_mla_hopper, "cut", lambda *_: Cut(1, 2))
+    args = inputs("fp8", 300, H, PAGE * blocks, sinks)
+    block = torch.arange(PAGE * blocks, device="cuda") // PAGE
+    args[3][::3, block % 2 == 0] = -1
+    args[3][1::3, block % 2 == 1] = -1
+    args[3][::7] = -1
+    args[4].fill_(PAGE * blocks)
+    args[2] = random_latent_pool(PAGES, 512, 64, FP8, "cuda")
+    check(args)
+
+
+@gpu
+@pytest.mark.parametrize("factor", [-40, 40])
+@pytest.mark.parametrize("H", [16, 64])
+def test_blocks_of_other_magnitude(hopper, monkeypatch, H, factor):
+    """Scores of odd blocks are ``factor``, the others 0: the sums of one kind vanish beside those of the other."""
+    monkeypatch.setattr(sparse_mla_hopper, "cut", lambda *_: Cut(1, 2))
+    args = inputs("fp8", 3, H, 512)
+    args[0].zero_()
+    args[1].zero_()
+    args[1][..., 0] = factor / args[7]
+    args[2] = random_latent_pool(PAGES, 512, 64, FP8, "cuda")
+    split_latent_pool(args[2], 512, 64)[2][..., 0] = torch.arange(PAGES, device="cuda")[:, None] % 2
+    args[3][:] = torch.arange(512, dtype=torch.int32, device="cuda")
+    args[4].fill_(512)
+    out, lse = run(args)
+    want, want_lse = attention_oracle(*args)  # weights are 0 or 1, so only sums and outputs are rounded
+    eps = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=eps * float(want.abs().amax()))
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-4)
 
 
 @gpu

@@ -1,4 +1,4 @@
-"""How positions enter queries: scaled softmax. Rotations are in custom_ops/rotation.py."""
+"""Scaled softmax: how positions enter the queries of mistral_large4, beside rope."""
 
 from typing import Any
 

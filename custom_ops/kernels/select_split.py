@@ -1,0 +1,325 @@
+"""The selection of index_topk where rows are long and few: several programs a row.
+
+Each program of a row finds, from the same maxima, the same bound that the K-th best score does not fall below, and
+writes those of its share of the scores that reach it, the candidates, to its segment of a list. Whichever program of
+the row ends last selects among the candidates of all. They are counted in fine bins between the bound and the largest
+maximum, so that hardly any search is left to it; without bins it counts as select.py does. Where a segment is too
+small, that program selects from the scores of the whole row as select.py does.
+
+No program waits for another. The order of chosen keys depends on the segments only, never on which program ends last.
+
+The bound needs K disjoint groups of scores whose maxima reach it. ``PIECES`` maxima that lie far apart make one group,
+so that a run of neighbouring good keys, which fill few groups, loosens it little. Where a row has too few maxima for
+that, its scores take their place.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_dsa.custom_ops.kernels.common import multiprocessors, paged_slots
+from compiled_dsa.custom_ops.kernels.select import (
+    LOAD,
+    cut,
+    places,
+    row_tiles,
+    search,
+    select_row,
+    start_search,
+    store_all,
+    store_chosen,
+    tile_index,
+    to_key,
+    to_score,
+)
+from compiled_dsa.custom_ops.layout import PAGE
+
+LEAST_SPLITS = 2  # with fewer programs a row, select.py's one
+CHUNK = 1 << 12  # scores that a program takes at once, and the fewest of one; a multiple of a page
+CANDIDATES = 4  # a row's list has room for so many times K
+GROUPS = 2  # the bound is sought among so many times K
+SLACK = 4  # and is reached by the maxima of at most K + K / SLACK of them
+LOG_BINS = 11
+LARGEST_K = 1 << 11
+SMALLEST_LIST = 1 << 11
+WARPS = 16
+
+_ABOVE_ALL = tl.constexpr(0xFF800001)  # the key after that of +inf
+
+
+@triton.jit
+def _best_of_groups(
+    scores,
+    maxima,
+    n,
+    GROUP: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LOAD: tl.constexpr,
+):
+    """Maxima of up to PIECE disjoint groups of a row's scores, NaN where there is no group."""
+    source = maxima
+    count = n // GROUP  # the window may end inside the last group
+    if count < PIECE:
+        source = scores
+        count = n
+    lane = tile_index(PIECE // LOAD, WIDTH // LOAD)[:, :, None] * LOAD + tl.arange(0, LOAD)[None, None, :]
+    best = tl.full(lane.shape, float("nan"), tl.float32)
+    for piece in tl.static_range(PIECES):
+        at = piece * PIECE + lane
+        # read to a multiple of LOAD, within the row's memory, so that so many are loaded together
+        some = tl.load(source + at, mask=at < tl.cdiv(count, LOAD) * LOAD, other=float("nan"))
+        best = tl.maximum(best, tl.where(at < count, some, float("nan")))
+    return best
+
+
+@triton.jit
+def _binning(bound, highest, LOG_BINS: tl.constexpr):
+    """(lowest key, shift): (key - lowest) >> shift is below 2 ** LOG_BINS for the keys from bound to ``highest``."""
+    lowest = to_key(bound)
+    spread = tl.where(highest > lowest, highest - lowest, 1)
+    # fp32 may round up to the next power of two
+    bits = (spread.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
+    return lowest, tl.maximum(bits - LOG_BINS, 0).to(tl.uint32)
+
+
+@triton.jit
+def _bracket(bins, lowest, shift, K, BINS: tl.constexpr):
+    """(low, high, reached, beyond), as ``search`` takes them, of the bin in which the K-th best candidate is."""
+    # how many are in a bin or in higher ones
+    count = tl.cumsum(tl.load(bins + tl.arange(0, BINS)), axis=0, reverse=True)
+    enough = count >= K
+    bin = tl.maximum(tl.sum(enough.to(tl.int32), axis=0) - 1, 0)
+    reached = tl.min(tl.where(enough, count, tl.max(count, axis=0)), axis=0)
+    beyond = tl.max(tl.where(enough, 0, count), axis=0)
+    low = lowest + (bin.to(tl.uint32) << shift)
+    high = tl.where(bin == BINS - 1, _ABOVE_ALL, lowest + ((bin + 1).to(tl.uint32) << shift))
+    return low, high, reached, beyond
+
+
+@triton.jit
+def _select_listed(
+    scores,  # of the row, as are the other tensors
+    positions,
+    slots,
+    bins,
+    bound,
+    lowest,
+    shift,
+    out,
+    out_positions,
+    n,
+    K,
+    SIZE: tl.constexpr,
+    BINS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LOAD: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """The K best of a row's list, in which NaN is where there is no candidate."""
+    lane = tile_index(SIZE // LOAD, min(WIDTH, SIZE) // LOAD)[:, :, None] * LOAD + tl.arange(0, LOAD)[None, None, :]
+    score = tl.load(scores + lane)
+    if BINS:
+        low, high, reached, beyond = _bracket(bins, lowest, shift, K, BINS)
+    else:
+        low, high, reached, beyond = start_search(score, bound)
+    low, reached, beyond = search(score, low, high, reached, beyond, K, K)
+    some = score >= to_score(low)
+    slot = tl.load(slots + lane, mask=some, other=-1)
+    position = tl.load(positions + lane, mask=some, other=0)
+    sure, threshold, last = cut(score, position, n, low, reached, beyond, K, K)
+    store_chosen(out, out_positions, slot, position, score, sure, threshold, last, K, WIDTH, POSITIONS)
+
+
+@triton.jit(do_not_specialize=["columns", "pages", "K", "most", "splits"])
+def _select_split(
+    scores,  # [rows, 64 W]
+    maxima,  # [rows, at least 64 W / GROUP]
+    groups,  # int32, the memory of maxima
+    counters,  # int32 [rows, 2 ** LOG_BINS + 16] of zeros: bins, then the programs that have ended; if SHARED
+    list_scores,  # [rows, SIZE]; one segment a program
+    list_positions,
+    list_slots,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,  # [rows, K]
+    positions_out,  # [rows, K], if POSITIONS
+    columns,
+    pages,
+    K,
+    most,
+    splits,
+    table_row,
+    scores_row,
+    maxima_row,
+    out_row,
+    positions_row,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,  # these two and WIDTH of select_row
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SIZE: tl.constexpr,
+    SHARED: tl.constexpr,  # several programs a row
+    LOG_BINS: tl.constexpr,
+    LOAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    EARLY: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    BINS: tl.constexpr = 1 << LOG_BINS
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    n = tl.minimum(tl.load(visible + row), columns)
+    table = page_table + tl.load(req_of_row + row).to(tl.int64) * table_row
+    out = topk_out + row * out_row
+    out_positions = positions_out + row * positions_row
+    scores += row * scores_row
+    maxima += row * maxima_row
+    groups += row * maxima_row
+    counters += row * (BINS + 16)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # until the scores are written
+    if n <= K:
+        if split == 0:
+            store_all(out, out_positions, table, n, pages, K, WIDTH, POSITIONS)
+        return
+
+    # every ``splits``-th page is this program's, so that all have about as many candidates
+    inside = tl.arange(0, LOAD)[None, None, :]
+    quad = tile_index(CHUNK // LOAD, min(WIDTH, CHUNK) // LOAD)
+    first = (split + quad // (PAGE // LOAD) * splits) * PAGE + quad % (PAGE // LOAD) * LOAD
+    ahead = tl.load(scores + first[:, :, None] + inside, mask=(first < n)[:, :, None], other=float("nan"))
+
+    best = _best_of_groups(scores, maxima, n, GROUP, PIECE, PIECES, min(WIDTH, PIECE), LOAD)
+    low, high, reached, beyond = start_search(best, float("-inf"))
+    highest = high - 1
+    low, reached, beyond = search(best, low, high, reached, beyond, K, most)
+    bound = tl.where(reached < K, float("-inf"), to_score(low) + 0.0)  # no -0.0, whose key differs from that of 0.0
+    lowest, shift = _binning(bound, highest, LOG_BINS)
+
+    room = SIZE // splits
+    segment = row * SIZE + split * room
+    count = 0
+    for _ in range(split * PAGE, n, CHUNK * splits):
+        score = ahead
+        here = first
+        first += CHUNK * splits
+        ahead = tl.load(scores + first[:, :, None] + inside, mask=(first < n)[:, :, None], other=float("nan"))
+        slot = paged_slots(table, here, here < n, pages).to(tl.int32)[:, :, None] + inside
+        position = here[:, :, None] + inside
+        candidate = (score >= bound) & (position < n)
+        place, count = places(candidate, count)
+        stored = candidate & (place < room)
+        tl.store(list_scores + segment + place, score, mask=stored)
+        tl.store(list_positions + segment + place, position, mask=stored)
+        tl.store(list_slots + segment + place, slot, mask=stored)
+        if LOG_BINS > 0:
+            bin = tl.minimum((to_key(score + 0.0) - lowest) >> shift, BINS - 1).to(tl.int32)
+            tl.atomic_add(counters + bin, 1, mask=candidate, sem="relaxed")
+    for start in range(count // WIDTH * WIDTH, room, WIDTH):
+        lane = start + tl.arange(0, WIDTH)
+        unused = (lane >= count) & (lane < room)
+        tl.store(list_scores + segment + lane, tl.full([WIDTH], float("nan"), tl.float32), mask=unused)
+
+    overflow = count > room
+    tl.debug_barrier()
+    if SHARED:
+        ended = tl.atomic_add(counters + BINS, tl.where(overflow, 0x10001, 1), sem="acq_rel")
+        if ended % 0x10000 != splits - 1:
+            return
+        overflow = overflow | (ended >= 0x10000)
+
+    if overflow:
+        select_row(
+            scores, maxima, groups, table, out, out_positions, n, pages, K,
+            GROUP, BLOCK, TILE, WIDTH, LOAD, POSITIONS,
+        )  # fmt: skip
+    else:
+        listed = row * SIZE
+        _select_listed(
+            list_scores + listed, list_positions + listed, list_slots + listed, counters, bound, lowest, shift,
+            out, out_positions, n, K, SIZE, BINS if LOG_BINS > 0 else 0,
+            WIDTH, LOAD, POSITIONS,
+        )  # fmt: skip
+
+
+def splits_of(rows: int, columns: int, K: int, group: int, device: torch.device) -> int:
+    """Programs a row, a power of two, so that all rows fill the device; 0 where select.py's one shall take it."""
+    most = min(multiprocessors(device) // rows, columns // CHUNK)
+    if not group or K > LARGEST_K or most < LEAST_SPLITS:
+        return 0
+    return 1 << (most.bit_length() - 1)
+
+
+def empty_counters(rows: int, splits: int, device: torch.device) -> torch.Tensor | None:
+    """What ``write_slots_split`` needs zeroed."""
+    return torch.empty(rows, (1 << LOG_BINS) + 16, dtype=torch.int32, device=device) if splits > 1 else None
+
+
+def write_slots_split(
+    scores,
+    maxima,
+    counters,
+    page_table,
+    req_of_row,
+    visible,
+    topk_out,
+    pages: int,
+    group: int,
+    splits: int,
+    early: bool,
+    positions_out: torch.Tensor | None = None,
+) -> None:
+    """``write_slots`` of select.py by ``splits`` programs a row, with maxima of groups and with zeroed counters."""
+    rows, K = topk_out.shape
+    columns = page_table.shape[1] * PAGE
+    block, tile = row_tiles(columns, K, group)
+    K_padded = triton.next_power_of_2(K)
+    piece = max(SMALLEST_LIST, GROUPS * K_padded)
+    size = max(SMALLEST_LIST, CANDIDATES * K_padded)
+    listed = torch.empty(3, rows, size, dtype=torch.int32, device=scores.device)
+    _select_split[(rows, splits)](
+        scores,
+        maxima,
+        maxima.view(torch.int32),
+        maxima if counters is None else counters,
+        listed[0].view(torch.float32),
+        listed[1],
+        listed[2],
+        page_table,
+        req_of_row,
+        visible,
+        topk_out,
+        topk_out if positions_out is None else positions_out,
+        columns,
+        pages,
+        K,
+        K + K // SLACK,
+        splits,
+        page_table.stride(0),
+        scores.stride(0),
+        maxima.stride(0),
+        topk_out.stride(0),
+        0 if positions_out is None else positions_out.stride(0),
+        GROUP=group,
+        BLOCK=block,
+        TILE=tile,
+        WIDTH=min(LOAD * 32 * WARPS, tile, block),
+        PIECE=piece,
+        PIECES=max(group, triton.cdiv(columns // group, piece)),  # of scores or of maxima
+        CHUNK=CHUNK,
+        SIZE=size,
+        SHARED=splits > 1,
+        LOG_BINS=LOG_BINS if splits > 1 else 0,
+        LOAD=LOAD,
+        PAGE=PAGE,
+        EARLY=early,
+        POSITIONS=positions_out is not None,
+        num_warps=WARPS,
+        **({"launch_pdl": True} if early else {}),
+    )

@@ -1,0 +1,93 @@
+"""The cases of bench_cases.py that take rows as they are: stores, queries, un-absorption, metadata.
+
+Legend: T rows, H heads, HI index heads, N nope dim, V value dim, Q q_lora rank, D index head dim, L + R latent and rope
+dims.
+"""
+
+from collections.abc import Callable
+
+import bench_cases as cases
+import torch
+from bench_cases import PAGE, D, L, R, Work, bf16
+from torch import Tensor
+
+from compiled_dsa.cli.overview import sample_arguments
+from compiled_dsa.custom_ops.layout import FP8
+from compiled_dsa.testing import random_index_pool
+
+Q = 1536
+TOKENS = 1 << 18  # of a pool
+
+
+def slots(rows: int) -> Tensor:
+    return torch.randint(TOKENS, (rows,), device=cases.DEVICE)
+
+
+def angles(rows: int) -> tuple[Tensor, Tensor]:
+    angle = torch.randn(rows, R // 2, device=cases.DEVICE)
+    return angle.cos(), angle.sin()
+
+
+def work(op: str, providers: list[str], moved: float, make: Callable[[], tuple], flop: float = 0.0) -> Work:
+    inputs = [make() for _ in range(cases.rotations(moved))]
+    runs, not_run = cases.by_provider(op, inputs, providers)
+    return Work(runs, inputs, moved, (flop, 0.0), not_run=not_run)
+
+
+def store_latents(providers: list[str], rows: int) -> Work:
+    pool, values = cases.latent_pool("fp8", TOKENS), (bf16(rows, L), bf16(rows, R))
+    moved = rows * (cases.row_bytes("fp8") + 2 * (L + R) + 8)
+    return work("store_latents", providers, moved, lambda: (pool, *values, slots(rows)))
+
+
+def store_index_keys(providers: list[str], rows: int) -> Work:
+    pool, keys = random_index_pool(TOKENS // PAGE, D, FP8, cases.DEVICE), bf16(rows, D)
+    moved = rows * (D + 4 + 2 * D + 8)
+    return work("store_index_keys", providers, moved, lambda: (pool, keys, slots(rows), False))
+
+
+def store_tokens(providers: list[str], rows: int) -> Work:
+    """q_a, kv and k are columns of one product, as where projections are packed."""
+    pools = cases.latent_pool("fp8", TOKENS), random_index_pool(TOKENS // PAGE, D, FP8, cases.DEVICE)
+    norms, eps = (bf16(Q), bf16(L), bf16(D), bf16(D)), (1e-6, 1e-6)
+    moved = rows * (cases.row_bytes("fp8") + D + 4 + 2 * (2 * Q + L + R + D) + 4 * R + 8)
+
+    def make() -> tuple:
+        products = bf16(rows, Q + L + R + D).split([Q, L + R, D], dim=1)
+        return *pools, bf16(rows, Q), *products, *norms, *angles(rows), slots(rows), *eps, True, False, False
+
+    return work("store_tokens", providers, moved, make)
+
+
+def encode_queries(providers: list[str], model: str, rows: int) -> Work:
+    """Rope and index queries are columns of one product, as where projections are packed."""
+    H, HI, N, _ = cases.MODELS[model]
+    moved = rows * (2 * H * 2 * R + HI * (2 * D + D + 2 * 4) + 4 * R)
+
+    def make() -> tuple:
+        q, index = bf16(rows, H * (N + R) + HI * D).split([H * (N + R), HI * D], dim=1)
+        rope, index = q.unflatten(1, (H, N + R))[..., N:], index.unflatten(1, (HI, D))
+        outs = bf16(rows, H, R), torch.empty(rows, HI, D, dtype=FP8, device=cases.DEVICE), bf16(rows, HI).float()
+        return *outs, rope, index, bf16(rows, HI).float(), *angles(rows), 1.0, True, False, False
+
+    return work("encode_queries", providers, moved, make)
+
+
+def unabsorb(providers: list[str], model: str, rows: int) -> Work:
+    """Beside the same product as torch.compile would make it: head by head, copied afterwards."""
+    H, _, N, V = cases.MODELS[model]
+    moved, flop = H * (V * L * 2 + rows * 2 * (L + V)), 2.0 * rows * H * V * L
+
+    def make() -> tuple:
+        return bf16(H, rows, L).transpose(0, 1), bf16(H, N + V, L)[:, N:], bf16(rows, H, V)
+
+    made = work("unabsorb", ["reference"], moved, make, flop)
+    made.runs["torch.bmm and a copy alone"] = lambda args: args[2].copy_(
+        torch.bmm(args[0].transpose(0, 1), args[1].transpose(1, 2)).transpose(0, 1)
+    )
+    return made
+
+
+def batch_metadata(providers: list[str]) -> Work:
+    args = sample_arguments("batch_metadata", torch.bfloat16, torch.device(cases.DEVICE))
+    return work("batch_metadata", providers, sum(x.nbytes for x in args if isinstance(x, Tensor)), lambda: args)
