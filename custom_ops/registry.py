@@ -81,6 +81,8 @@ class Op:
         try:
             module = self.module(provider)
         except ImportError as error:
+            if (error.name or "").split(".")[0] == "compiled_dsa":
+                raise  # a fault of ours, not a library that is missing
             return f"cannot be imported: {error}"
         return module.refuses(**self.by_name(args))
 

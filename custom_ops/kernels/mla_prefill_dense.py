@@ -152,8 +152,9 @@ def _scores(
 def _accumulate(acc, total, maximum, scores, unit, values, PRECISION: tl.constexpr):
     """One block of online softmax: (acc, total, maximum), the maximum in units of log2."""
     new = tl.maximum(maximum, tl.max(scores, axis=1) * unit)
-    p = tl.exp2(scores * unit - finite(new)[:, None])
-    shrink = tl.exp2(maximum - finite(new))
+    subtracted = finite(new)
+    p = tl.exp2(scores * unit - subtracted[:, None])
+    shrink = tl.exp2(maximum - subtracted)
     total = total * shrink + tl.sum(p, axis=1)
     acc = tl.dot(p.to(values.dtype), values, acc=acc * shrink[:, None], input_precision=PRECISION)
     return acc, total, new

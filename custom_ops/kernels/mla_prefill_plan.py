@@ -1,7 +1,8 @@
 """Whether mla_prefill attends expanded keys, and in which tiles: decided on the host, from shapes alone.
 
 Expanded keys pay where a whole call attends all that its rows see (no ``topk``), so that the GEMMs which absorb queries
-and un-absorb outputs fall away too. In CUDA graphs on an H200, bf16 pool, absorbed and expanded in ms:
+and un-absorb outputs fall away too. In CUDA graphs on an H200, bf16 pool, absorbed and expanded in ms. Measured when
+the kernels served short rows of a selection too, in three launches more, and not since:
 
 | rows | DeepSeek-V3.2 (128 heads) | GLM-5 (64 heads) |
 |---|---|---|

@@ -24,6 +24,7 @@ GROUPS = (4, 8, 16)  # sizes of groups; the scores kernel's blocks are multiples
 SMALLEST_TILE = 1 << 9
 LOAD = 4  # neighbouring scores that a thread loads together
 SCORES_PER_THREAD = 32
+MOST_WARPS = 32
 
 
 @triton.jit
@@ -317,7 +318,9 @@ def row_tiles(columns: int, K: int, group: int) -> tuple[int, int]:
     """(BLOCK, TILE) of ``select_row``."""
     if not group:
         return 0, triton.next_power_of_2(columns)
-    return triton.next_power_of_2(columns // group), max(SMALLEST_TILE, group * triton.next_power_of_2(K))
+    block = triton.next_power_of_2(columns // group)
+    # so wide, however small K is, that maxima lie across all threads: other layouts go through too much shared memory
+    return block, max(SMALLEST_TILE, group * triton.next_power_of_2(K), min(block, LOAD * 32 * MOST_WARPS))
 
 
 def write_slots(
@@ -341,7 +344,7 @@ def write_slots(
     rows, K = topk_out.shape
     columns = page_table.shape[1] * PAGE
     block, tile = row_tiles(columns, K, group)
-    warps = max(4, min(32, max(block, tile) // (32 * SCORES_PER_THREAD)))
+    warps = max(4, min(MOST_WARPS, max(block, tile) // (32 * SCORES_PER_THREAD)))
     _select[(rows,)](
         scores,
         maxima,

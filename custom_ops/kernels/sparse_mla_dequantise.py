@@ -136,9 +136,9 @@ def _addresses(pool, slots):
 
 
 @gluon.jit
-def _load(address, there, CODES: gl.constexpr, RIGHT: gl.constexpr):
+def _load(address, there, RIGHT: gl.constexpr):
     """(codes int32 [64, 32], scales fp32 [64]) of both groups of a half of a block."""
-    column = gl.expand_dims(gl.arange(0, _GROUP, layout=gl.SliceLayout(0, CODES)), 0)
+    column = gl.expand_dims(gl.arange(0, _GROUP, layout=gl.SliceLayout(0, _CODES)), 0)
     begin = gl.expand_dims(address, 1) + (RIGHT * 2 * _GROUP + column)
     mask = gl.expand_dims(there, 1)
     scales = address + (_GROUPS * _GROUP + RIGHT * 2)
@@ -229,7 +229,7 @@ def produce_dequantised(
     for tile in range(first, ntiles, hop):
         n, offset = lanes_of_tile(rows, tile, PAGED, STEP)
         address, there = _addresses(pool, slots_of_block(rows, offset, 0, n, PAGED, ROWS))
-        half = _load(address, there, _CODES, FIRST)
+        half = _load(address, there, FIRST)
         slots = slots_of_block(rows, offset, 1, n, PAGED, ROWS)
         if q_desc is not None:  # noqa: SIM102 (decided when compiled)
             if tile == first:
@@ -238,7 +238,7 @@ def produce_dequantised(
             for side in gl.static_range(SIDES):
                 if HALVES == 2:
                     factors = _factors(half, phase, barriers, side, 0)
-                    following = _load(address, there, _CODES, 1)
+                    following = _load(address, there, 1)
                     _store(half, factors, buffers, barriers, side, 0)
                     half = following
                 if LAST == 1:
@@ -248,7 +248,7 @@ def produce_dequantised(
                         _copy_rope(address, there, 1 - side, buffers, barriers, side)
                 address, there = _addresses(pool, slots)
                 factors = _factors(half, phase, barriers, side, LAST)
-                following = _load(address, there, _CODES, FIRST)
+                following = _load(address, there, FIRST)
                 slots = slots_of_block(rows, offset, SIDES * step + side + 2, n, PAGED, ROWS)
                 _store(half, factors, buffers, barriers, side, LAST)
                 half = following

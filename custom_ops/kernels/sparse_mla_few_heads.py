@@ -314,9 +314,8 @@ def _attend(
         mbarrier.init(barriers.right_full.index(stage), count=1)
         mbarrier.init(barriers.left_empty.index(stage), count=1)
         mbarrier.init(barriers.right_empty.index(stage), count=1)
-        mbarrier.init(
-            barriers.rope_full.index(stage), count=129
-        )  # each producer thread, as its copies arrive, and once
+        # each producer thread, as its copies arrive, and once for the bound
+        mbarrier.init(barriers.rope_full.index(stage), count=129)
         mbarrier.init(barriers.rope_empty.index(stage), count=1)
     fence_async_shared()
     rows = Rows(ids, ids_row, width, count, req_of_row, pages, number, splits, 1)

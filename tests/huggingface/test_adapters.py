@@ -9,7 +9,7 @@ from torch import nn
 from compiled_dsa import compile_model
 from compiled_dsa.huggingface import PagedCache, replace_attention
 from compiled_dsa.weights import FP8, AdapterWatch, effective_weight
-from tests.huggingface.tiny_models import CACHES, Pair, prompt, tiny_model
+from tests.huggingface.tiny_models import CACHES, Pair, assert_same_tokens, prompt, tiny_model
 
 peft = pytest.importorskip("peft")
 
@@ -36,15 +36,6 @@ def adapted_pair(model_type: str, targets: list[str], **changes) -> Pair:
 
 def small(model_type: str = "deepseek_v32", targets: list[str] = ATTENTION + INDEXER) -> Pair:
     return adapted_pair(model_type, targets, num_hidden_layers=1, first_k_dense_replace=1)
-
-
-def assert_same_tokens(pair: Pair, cache: PagedCache | None = None) -> torch.Tensor:
-    if cache is None:
-        cache = PagedCache(pair.config, 2, 32)
-    cache.reset()
-    got = pair.ours.generate(prompt(2, 24), past_key_values=cache, **OPTIONS)
-    assert torch.equal(got, pair.stock.generate(prompt(2, 24), **OPTIONS))
-    return got
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -14,7 +14,7 @@ from transformers.integrations import finegrained_fp8
 from compiled_dsa import compile_model, pack_projections, unpack_projections
 from compiled_dsa.huggingface import PagedCache, replace_attention
 from tests.huggingface.test_fp8_weights import quantize_attention, reference_linear
-from tests.huggingface.tiny_models import CACHES, Pair, make_pair, prompt, small_pair, tiny_model
+from tests.huggingface.tiny_models import CACHES, Pair, assert_same_tokens, make_pair, prompt, small_pair, tiny_model
 
 OPTIONS = {"do_sample": False, "max_new_tokens": 6}
 
@@ -22,16 +22,6 @@ OPTIONS = {"do_sample": False, "max_new_tokens": 6}
 def packed(model: nn.Module) -> list[int]:
     """How many projections each layer has packed."""
     return [sum(len(pack.weights) for pack in (layer.packs or {}).values()) for layer in model.dsa_layers]
-
-
-def assert_same_tokens(pair: Pair, cache: PagedCache | None = None) -> torch.Tensor:
-    if cache is None:
-        cache = PagedCache(pair.config, 2, 32)
-    cache.reset()
-    got = pair.ours.generate(prompt(2, 24), past_key_values=cache, **OPTIONS)
-    assert torch.equal(got, pair.stock.generate(prompt(2, 24), **OPTIONS))
-    assert not pair.ours.dsa_stats.stock_calls
-    return got
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -85,7 +75,8 @@ def test_fp8_weights_stay_outside(monkeypatch):
 
 
 def test_adapters_stay_outside():
-    peft = pytest.importorskip("peft")
+    import peft
+
     pair = make_pair("deepseek_v32")
     pack_projections(pair.ours)
     first = assert_same_tokens(pair)
@@ -100,7 +91,8 @@ def test_adapters_stay_outside():
 
 def test_adapters_merged_into_packed_weights():
     """peft merges by assignment to ``.data``, and takes its layers off again."""
-    peft = pytest.importorskip("peft")
+    import peft
+
     pair = make_pair("deepseek_v32")
     pack_projections(pair.ours)
     merged = []

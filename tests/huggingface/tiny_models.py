@@ -172,3 +172,13 @@ def small_pair(model_type: str) -> Pair:
     share a selection or latents, or to have a window."""
     layers = {"glm_moe_dsa": 2, "dots3_note_text": 2, "mistral_large4_text": 3}.get(model_type, 1)
     return make_pair(model_type, num_hidden_layers=layers, first_k_dense_replace=layers)
+
+
+def assert_same_tokens(pair: Pair, cache: PagedCache | None = None) -> torch.Tensor:
+    """Six greedy tokens of ours and of the stock model after a prompt of two rows; returns them."""
+    options = {"do_sample": False, "max_new_tokens": 6}
+    cache = PagedCache(pair.config, 2, 32) if cache is None else cache
+    cache.reset()
+    got = pair.ours.generate(prompt(2, 24), past_key_values=cache, **options)
+    assert torch.equal(got, pair.stock.generate(prompt(2, 24), **options))
+    return got

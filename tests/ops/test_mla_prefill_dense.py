@@ -28,7 +28,6 @@ SIZES = {  # H, N, V, L, R, dtype of the pool, of queries
 
 @pytest.fixture
 def planning():
-    pytest.importorskip("triton")
     return importlib.import_module("compiled_dsa.custom_ops.kernels.mla_prefill_plan")
 
 

@@ -166,3 +166,21 @@ def test_fault_h3_compiled_calls_keep_strides_of_outputs(device):
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(compiled, eager)
     assert got[0].stride() == want[0].stride() and (compiled[:, 8:] == 5.0).all()
+
+
+@pytest.mark.parametrize(
+    ("missing", "raises"), [("compiled_dsa.custom_ops.kernels.select", True), ("flash_mla", False)]
+)
+def test_only_libraries_may_be_missing(missing, raises, monkeypatch):
+    """A provider of ours that cannot be imported must not be passed over in silence."""
+
+    def absent(self, provider):
+        raise ImportError(f"cannot import name 'x' from {missing!r}", name=missing)
+
+    monkeypatch.setattr("compiled_dsa.custom_ops.registry.Op.module", absent)
+    args = arguments("store_latents", 1, "cpu", fp8=False)
+    if raises:
+        with pytest.raises(ImportError, match="cannot import name"):
+            OPS["store_latents"].refusal("triton", *args)
+    else:
+        assert "cannot be imported" in OPS["store_latents"].refusal("triton", *args)
