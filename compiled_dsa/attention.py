@@ -176,8 +176,13 @@ class SparseAttention(PackedProjections):
             return x
         return rotate(x, cos, sin, interleaved=c.rope_interleaved, deinterleave=deinterleave).to(x.dtype)
 
-    def attend(self, p: Projections, batch: Batch, latent_pool: Tensor, topk: Tensor | None) -> Tensor:
-        """Attention [T, hidden] of the rows over the tokens of ``topk``, or over all visible ones when it is None."""
+    def attend(
+        self, p: Projections, batch: Batch, latent_pool: Tensor, topk: Tensor | None, q_latent: Tensor | None = None
+    ) -> Tensor:
+        """Attention [T, hidden] of the rows over the tokens of ``topk``, or over all visible ones when it is None.
+
+        ``q_latent``: [T, H, L], the absorbed queries of a decode where they exist already.
+        """
         c = self.dsa_config
         T, H, N = p.q_nope.shape
         kv_b = up_projection(self.kv_b_proj, N + c.v_head_dim, p.q_nope.dtype)
@@ -185,7 +190,8 @@ class SparseAttention(PackedProjections):
         where = (latent_pool, topk, batch.visible, batch.page_table, batch.req_of_row)  # the ops count no lane past K
         if batch.kind == DECODE:
             # absorb and un-absorb are batched GEMMs over heads; the ops take the [H, T, L] layout through strides
-            q_latent = torch.bmm(p.q_nope.transpose(0, 1), kv_b[:, :N]).transpose(0, 1)  # [T, H, L]
+            if q_latent is None:
+                q_latent = torch.bmm(p.q_nope.transpose(0, 1), kv_b[:, :N]).transpose(0, 1)  # [T, H, L]
             o = torch.empty(H, T, c.kv_lora_rank, dtype=q_latent.dtype, device=q_latent.device).transpose(0, 1)
             lse = torch.empty(T, H, dtype=torch.float32, device=q_latent.device)
             sparse_mla_decode(q_latent, p.q_rope, *where, c.scale, sinks, o, lse)
@@ -233,13 +239,15 @@ class SparseAttention(PackedProjections):
     ) -> tuple[Tensor, Tensor | None]:
         """``forward`` where ``prologue.fuses``."""
         e = prologue.store_and_encode(self, x, cos, sin, batch, pools, scores=scores)
-        topk = None
-        if scores:
-            topk = self.indexer.choose(e.index_q, e.weights, batch, pools.index_keys, positions_out)
-        else:
+        topk = q_latent = None
+        if not scores:
             write_visible_positions(batch, positions_out)
+        elif batch.kind == DECODE:
+            topk, q_latent = prologue.select_and_absorb_queries(self, e, batch, pools, positions_out)
+        else:
+            topk = self.indexer.choose(e.index_q, e.weights, batch, pools.index_keys, positions_out)
         p = Projections(e.q_nope, e.q_rope, self._gate(x, e.made), e.made)
-        return self.attend(p, batch, pools.latents, topk), topk
+        return self.attend(p, batch, pools.latents, topk, q_latent), topk
 
     def forward(
         self,

@@ -16,8 +16,10 @@ from compiled_dsa.cache import LayerPools
 from compiled_dsa.config import DSAConfig
 from compiled_dsa.custom_ops.encode_queries import encode_queries
 from compiled_dsa.custom_ops.layout import FP8
+from compiled_dsa.custom_ops.select_and_absorb import select_and_absorb
 from compiled_dsa.custom_ops.store_tokens import store_tokens
 from compiled_dsa.packing import group_names, product, unhooked
+from compiled_dsa.weights import up_projection
 
 
 class Encoded(NamedTuple):
@@ -104,3 +106,22 @@ def store_and_encode(
         index.scale_ue8m0,
     )  # fmt: skip
     return Encoded(q_nope, q_rope, codes, weights, made)
+
+
+def select_and_absorb_queries(
+    layer: Any, e: Encoded, batch: Batch, pools: LayerPools, positions_out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(selection int32 [T, K], absorbed queries [T, H, L] in memory head by head) of a decode that scores."""
+    c = layer.dsa_config
+    T, H, N = e.q_nope.shape
+    kv_b = up_projection(layer.kv_b_proj, N + c.v_head_dim, e.q_nope.dtype)
+    topk = torch.empty(T, c.index_topk, dtype=torch.int32, device=e.q_nope.device)
+    q_latent = e.q_nope.new_empty(H, T, c.kv_lora_rank).transpose(0, 1)
+    ahead = [kv_b]
+    if type(layer.o_proj) is nn.Linear and type(layer.o_proj.weight.data) is Tensor:
+        ahead.append(layer.o_proj.weight)
+    where = (pools.index_keys, batch.page_table, batch.req_of_row, batch.visible)
+    absorption = (e.q_nope, kv_b[:, :N], q_latent, ahead)
+    options = (positions_out, c.index_init_tokens, c.index_local_tokens)
+    select_and_absorb(e.index_q, e.weights, *where, topk, c.deterministic, *absorption, *options)
+    return topk, q_latent

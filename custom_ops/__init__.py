@@ -12,6 +12,7 @@ from compiled_dsa.custom_ops.encode_queries import ENCODE_QUERIES
 from compiled_dsa.custom_ops.index_topk import INDEX_TOPK_DECODE, INDEX_TOPK_PREFILL
 from compiled_dsa.custom_ops.mla_prefill import MLA_PREFILL
 from compiled_dsa.custom_ops.registry import OPS, Op
+from compiled_dsa.custom_ops.select_and_absorb import SELECT_AND_ABSORB
 from compiled_dsa.custom_ops.skinny_linear import SKINNY_LINEAR
 from compiled_dsa.custom_ops.sparse_mla import SPARSE_MLA_DECODE
 from compiled_dsa.custom_ops.store_index_keys import STORE_INDEX_KEYS
@@ -26,6 +27,7 @@ __all__ = [
     "INDEX_TOPK_PREFILL",
     "MLA_PREFILL",
     "OPS",
+    "SELECT_AND_ABSORB",
     "SKINNY_LINEAR",
     "SPARSE_MLA_DECODE",
     "STORE_INDEX_KEYS",

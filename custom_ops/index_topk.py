@@ -176,11 +176,11 @@ def choose(scores: Tensor, forced: Tensor, K: int, deterministic: bool) -> Tenso
     return torch.where(best_key == torch.iinfo(key.dtype).min, -1, best)
 
 
-_ARGUMENTS = (
+ARGUMENTS = (
     "Tensor q, Tensor weights, Tensor pool, Tensor page_table, Tensor req_of_row, Tensor visible, "
     "Tensor(a!) topk_out, bool deterministic"
 )
-_OPTIONS = "Tensor(b!)? positions_out=None, int init_tokens=0, int local_tokens=0"
+OPTIONS = "Tensor(b!)? positions_out=None, int init_tokens=0, int local_tokens=0"
 _PROVIDERS = {  # the libraries have not been measured yet: they run where triton refuses, or by name
     "triton": "compiled_dsa.custom_ops.kernels.index_topk",
     "deep_gemm": "compiled_dsa.custom_ops.providers.deep_gemm",
@@ -189,10 +189,10 @@ _PROVIDERS = {  # the libraries have not been measured yet: they run where trito
 }
 
 INDEX_TOPK_DECODE = define(
-    f"index_topk_decode({_ARGUMENTS}, {_OPTIONS})", check=check_decode, reference=reference, providers=_PROVIDERS
+    f"index_topk_decode({ARGUMENTS}, {OPTIONS})", check=check_decode, reference=reference, providers=_PROVIDERS
 )
 INDEX_TOPK_PREFILL = define(
-    f"index_topk_prefill({_ARGUMENTS}, int scratch_bytes, {_OPTIONS})",
+    f"index_topk_prefill({ARGUMENTS}, int scratch_bytes, {OPTIONS})",
     check=check_prefill,
     reference=reference,
     providers=_PROVIDERS,

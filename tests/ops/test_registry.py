@@ -46,11 +46,14 @@ def arguments(name: str, T: int, device, fp8: bool, topk: bool = True) -> tuple:
         return tuple(torch.randn(*shape, device=device) for shape in ((T, 32), (24, 32), (T, 24)))
     if name == "unabsorb":
         return (*(torch.randn(*shape, device=device) for shape in ((T, 8, 32), (8, 24, 32), (T, 8, 24))),)
-    if name.startswith("index_topk"):
+    if name.startswith("index_topk") or name == "select_and_absorb":
         q = torch.randn(T, 8, 32, device=device).to(FP8 if fp8 else torch.float32)
         out = torch.zeros(T, 24, **integers)
         args = (q, torch.randn(T, 8, device=device), index_pool, table, requests, visible, out, True)
         args = (*args, 1 << 20) if name == "index_topk_prefill" else args
+        if name == "select_and_absorb":
+            shapes = (T, 4, 16), (4, 16, 24), (T, 4, 24)
+            args = (*args, *(torch.randn(*shape, device=device) for shape in shapes), [index_pool])
         return (*args, torch.zeros_like(out), 1, 2) if fp8 else args  # what has default values may be left out
     selection = (latent_pool, selected, visible.clamp(max=24), table, requests)
     q_rope, sinks = torch.randn(T, 8, 32, device=device), torch.randn(8, device=device)
@@ -71,6 +74,7 @@ def test_fault_h2_ops_return_nothing_and_mutate_what_they_write(name):
     writes["batch_metadata"] = ["positions", "slots", "req_of_row", "visible", "q_start", "kv_out"]
     writes |= dict.fromkeys(("mla_prefill", "unabsorb", "skinny_linear"), ["out"])
     writes["store_tokens"] = ["latent_pool", "index_pool", "q_lora"]
+    writes["select_and_absorb"] = ["topk_out", "q_latent", "positions_out"]
     writes["encode_queries"] = ["q_rope", "index_q", "weights"]
     assert mutated == writes.get(name, ["topk_out", "positions_out"])
 
@@ -116,7 +120,7 @@ def test_fault_h3_opcheck(name, T, fp8, topk, device):
     if not topk and "mla" not in name:
         pytest.skip("the op has no topk argument")
     utils = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if fp8 and name.startswith("index_topk") or name == "encode_queries":
+    if fp8 and name.startswith(("index_topk", "select_and_absorb")) or name == "encode_queries":
         utils = utils[1:]  # torch cannot compare e4m3 tensors, which test_schema does with the query
     torch.library.opcheck(OPS[name].overload, arguments(name, T, device, fp8, topk), test_utils=utils)
 

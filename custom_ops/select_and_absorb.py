@@ -1,0 +1,91 @@
+"""select_and_absorb: index_topk_decode beside the absorption of the attention queries, which does not depend on it.
+
+Legend: T rows, H heads, N nope dim, L latent dim.
+"""
+
+import torch
+from torch import Tensor
+
+from compiled_dsa.custom_ops import index_topk
+from compiled_dsa.custom_ops.layout import check_dtype, check_shape
+from compiled_dsa.custom_ops.registry import define
+
+_ABSORB = "Tensor q_nope, Tensor w_uk, Tensor(c!) q_latent, Tensor[] ahead"
+
+
+def check(
+    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, q_nope, w_uk, q_latent, ahead,
+    positions_out=None, init_tokens=0, local_tokens=0,
+) -> None:  # fmt: skip
+    index_topk.check_decode(
+        q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, positions_out, init_tokens,
+        local_tokens,
+    )  # fmt: skip
+    check_shape("q_nope", q_nope, q.shape[0], None, None)
+    check_shape("w_uk", w_uk, q_nope.shape[1], q_nope.shape[2], None)
+    check_shape("q_latent", q_latent, q_nope.shape[0], q_nope.shape[1], w_uk.shape[2])
+    check_dtype("w_uk", w_uk, q_nope.dtype)
+    check_dtype("q_latent", q_latent, q_nope.dtype)
+
+
+def absorb(q_nope: Tensor, w_uk: Tensor, q_latent: Tensor) -> None:
+    torch.bmm(q_nope.transpose(0, 1), w_uk, out=q_latent.transpose(0, 1))
+
+
+def reference(
+    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, q_nope, w_uk, q_latent, ahead,
+    positions_out=None, init_tokens=0, local_tokens=0,
+) -> None:  # fmt: skip
+    index_topk.INDEX_TOPK_DECODE.reference(
+        q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, positions_out=positions_out,
+        init_tokens=init_tokens, local_tokens=local_tokens,
+    )  # fmt: skip
+    absorb(q_nope, w_uk, q_latent)
+
+
+SELECT_AND_ABSORB = define(
+    f"select_and_absorb({index_topk.ARGUMENTS}, {_ABSORB}, {index_topk.OPTIONS})",
+    check=check,
+    reference=reference,
+    providers={"triton": "compiled_dsa.custom_ops.kernels.select_and_absorb"},
+)
+
+
+def select_and_absorb(
+    q: Tensor,
+    weights: Tensor,
+    pool: Tensor,
+    page_table: Tensor,
+    req_of_row: Tensor,
+    visible: Tensor,
+    topk_out: Tensor,
+    deterministic: bool,
+    q_nope: Tensor,
+    w_uk: Tensor,
+    q_latent: Tensor,
+    ahead: list[Tensor],
+    positions_out: Tensor | None = None,
+    init_tokens: int = 0,
+    local_tokens: int = 0,
+    *,
+    provider: str | None = None,
+) -> None:
+    """``index_topk_decode`` and q_latent[t, h] = q_nope[t, h] @ w_uk[h], on two streams where that is faster.
+
+    Few rows leave most of a GPU idle while keys are scored and selected: enough to read the weights of the absorption,
+    and the first of those that come after the attention into L2.
+
+    Args:
+        q .. deterministic, positions_out, init_tokens, local_tokens: as of ``index_topk_decode``.
+        q_nope: [T, H, N]; its last dim dense.
+        w_uk: [H, N, L].
+        q_latent: [T, H, L], head by head or row by row in memory.
+        ahead: weights that are read next, contiguous; a hint.
+
+    Raises:
+        ValueError: a shape or dtype outside this contract.
+    """
+    torch.ops.compiled_dsa.select_and_absorb(
+        q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, q_nope, w_uk, q_latent, ahead,
+        positions_out, init_tokens, local_tokens, provider=provider,
+    )  # fmt: skip
