@@ -34,12 +34,12 @@ class Op:
         name: the name under ``torch.ops.compiled_dsa``.
         check: raises ``ValueError`` on arguments outside the contract; runs before every call and while tracing.
         reference: the specification in plain torch, which is also the CPU implementation.
-        providers: name -> module path, in the order in which they are tried on a GPU. Without any, the reference runs
-            there too.
+        providers: name -> module path, in the order in which they are tried on a GPU.
         split: True when graphs are cut at this op (it runs between captured segments, not inside one).
         rows: of a split op, place of each argument with one entry a row -> what its padding rows hold after a call
             between segments, None for one that is only read (capture.py).
         arguments: name -> default value, in the order of the schema.
+        library: the reference is a library's product, which runs on a GPU where the providers refuse.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Op:
     split: bool = False
     rows: dict[int, float | None] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
+    library: bool = False
 
     @property
     def overload(self) -> torch._ops.OpOverload:
@@ -66,7 +67,9 @@ class Op:
 
     def candidates(self, device: torch.device) -> tuple[str, ...]:
         """The names tried in order where none was asked for."""
-        return (REFERENCE,) if device.type == "cpu" or not self.providers else tuple(self.providers)
+        if device.type == "cpu":
+            return (REFERENCE,)
+        return (*self.providers, REFERENCE) if self.library else tuple(self.providers)
 
     def module(self, provider: str) -> ModuleType:
         """A provider's module, imported when first asked for."""
@@ -161,6 +164,7 @@ def define(
     providers: dict[str, str],
     split: bool = False,
     rows: dict[str, float | None] | None = None,
+    library: bool = False,
 ) -> Op:
     """Registers an op.
 
@@ -170,6 +174,7 @@ def define(
         split: annotates the op as one at which graphs are cut.
         rows: of a split op, name of each argument with one entry a row -> what its padding rows hold after a call
             between segments, None for one that is only read.
+        library: is the reference a library's product, to run on a GPU where the providers refuse?
     """
     name, arguments = schema.rstrip(")").split("(", 1)
     tags = [torch.Tag.needs_fixed_stride_order] + ([torch.Tag.cudagraph_unsafe] if split else [])
@@ -178,7 +183,7 @@ def define(
     defaults = {a.name: a.default_value for a in schema_arguments if not a.kwarg_only}
     places = list(defaults)
     by_place = {places.index(argument): fill for argument, fill in (rows or {}).items()}
-    op = Op(name, check, reference, providers, split, by_place, defaults)
+    op = Op(name, check, reference, providers, split, by_place, defaults, library)
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, op.__call__, key)
 

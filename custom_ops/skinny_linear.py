@@ -29,6 +29,7 @@ SKINNY_LINEAR = define(
     check=check,
     reference=reference,
     providers={"triton": "compiled_dsa.custom_ops.kernels.skinny_linear"},
+    library=True,
 )
 
 

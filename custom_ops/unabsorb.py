@@ -23,7 +23,8 @@ UNABSORB = define(
     "unabsorb(Tensor latents, Tensor w_uv, Tensor(a!) out)",
     check=check,
     reference=reference,
-    providers={},
+    providers={"triton": "compiled_dsa.custom_ops.kernels.unabsorb"},
+    library=True,
 )
 
 

@@ -82,7 +82,7 @@ def unabsorb(providers: list[str], model: str, rows: int) -> Work:
     def make() -> tuple:
         return bf16(H, rows, L).transpose(0, 1), bf16(H, N + V, L)[:, N:], bf16(rows, H, V)
 
-    made = work("unabsorb", ["reference"], moved, make, flop)
+    made = work("unabsorb", [*providers, "reference"] if providers else ["triton", "reference"], moved, make, flop)
     made.runs["torch.bmm and a copy alone"] = lambda args: args[2].copy_(
         torch.bmm(args[0].transpose(0, 1), args[1].transpose(1, 2)).transpose(0, 1)
     )

@@ -5,7 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_dsa.custom_ops.kernels.common import refuses_device, refuses_dtype, refuses_strides
+from compiled_dsa.custom_ops.kernels.common import (
+    dependent_launch,
+    refuses_device,
+    refuses_dtype,
+    refuses_strides,
+    wait_for_kernel_in_front,
+)
 from compiled_dsa.custom_ops.kernels.rope import rotate_first
 from compiled_dsa.custom_ops.kernels.store_index_keys import row_scale
 from compiled_dsa.custom_ops.kernels.store_latents import to_e4m3
@@ -95,7 +101,10 @@ def _encode(
     INTERLEAVED: tl.constexpr,
     INDEX_INTERLEAVED: tl.constexpr,
     UE8M0: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        wait_for_kernel_in_front()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     dtype: tl.constexpr = q_rope.dtype.element_ty
@@ -124,6 +133,7 @@ def run(
     programs = blocks + triton.cdiv(HI, INDEX_HEADS)
     if programs == 0:
         return
+    early = dependent_launch(index_q.device)
     _encode[(T, programs)](
         q_rope,
         index_q,
@@ -158,4 +168,6 @@ def run(
         INTERLEAVED=interleaved,
         INDEX_INTERLEAVED=index_interleaved,
         UE8M0=scale_ue8m0,
+        EARLY=early,
+        **({"launch_pdl": True} if early else {}),
     )

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels import index_topk
-from compiled_dsa.custom_ops.kernels.common import refuses_dtype
+from compiled_dsa.custom_ops.kernels.common import prefetch, refuses_dtype
 from compiled_dsa.custom_ops.kernels.select import DIRECT_SCORES
 from compiled_dsa.custom_ops.layout import PAGE
 from compiled_dsa.custom_ops.select_and_absorb import absorb
@@ -42,20 +42,17 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @triton.jit
-def _prefetch(start, lines, LINES: tl.constexpr):
+def _prefetch_lines(start, lines, LINES: tl.constexpr):
     """Lines of memory from ``start`` (uint8) on into L2."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    address = (start + tl.minimum(line, lines - 1).to(tl.int64) * _LINE).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
+    prefetch(start + tl.minimum(line, lines - 1).to(tl.int64) * _LINE)
 
 
-def prefetch(tensor: Tensor) -> None:
+def prefetch_tensor(tensor: Tensor) -> None:
     """The first ``AHEAD_BYTES`` of a contiguous tensor into L2."""
     lines = min(tensor.nbytes, AHEAD_BYTES) // _LINE.value
     if lines and tensor.is_contiguous():
-        _prefetch[(triton.cdiv(lines, _LINES),)](tensor.view(torch.uint8), lines, LINES=_LINES)
+        _prefetch_lines[(triton.cdiv(lines, _LINES),)](tensor.view(torch.uint8), lines, LINES=_LINES)
 
 
 def run(
@@ -77,5 +74,5 @@ def run(
         select()
     absorb(q_nope, w_uk, q_latent)
     for tensor in ahead:
-        prefetch(tensor)
+        prefetch_tensor(tensor)
     caller.wait_stream(side)

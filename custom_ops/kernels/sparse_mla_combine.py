@@ -8,7 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_dsa.custom_ops.kernels.common import LOG2E, dependent_launch, finite, multiprocessors
+from compiled_dsa.custom_ops.kernels.common import (
+    LOG2E,
+    dependent_launch,
+    finite,
+    multiprocessors,
+    wait_for_kernel_in_front,
+)
 
 MIN_COLUMNS = 128  # of a program, which is one warp: 8 bytes a thread of a bf16 split
 
@@ -45,7 +51,7 @@ def _combine(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     where = parts + pid * L + column
     if EARLY:
-        tl.extra.cuda.gdc_wait()  # until the splits are written
+        wait_for_kernel_in_front()  # which writes the splits
     each = tl.load(parts_lse + split * lse_split + pid, mask=split < splits, other=float("-inf"))
     maximum = tl.max(each, axis=0)
     total = tl.sum(tl.exp2((each - finite(maximum)) * LOG2E), axis=0)

@@ -7,7 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_dsa.custom_ops.kernels.common import refuses_device, refuses_dtype, refuses_strides
+from compiled_dsa.custom_ops.kernels.common import (
+    dependent_launch,
+    refuses_device,
+    refuses_dtype,
+    refuses_strides,
+    wait_for_kernel_in_front,
+)
 from compiled_dsa.custom_ops.kernels.rope import angles, pair_of, rotate_first, rotated
 from compiled_dsa.custom_ops.kernels.store_index_keys import write_key
 from compiled_dsa.custom_ops.kernels.store_latents import latent_columns, write_latents
@@ -129,7 +135,10 @@ def _store(
     INTERLEAVED: tl.constexpr,
     INDEX_INTERLEAVED: tl.constexpr,
     UE8M0: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        wait_for_kernel_in_front()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     cos += row * cos_row
@@ -167,6 +176,7 @@ def run(
     latents, latent_scales, rope = split_latent_pool(latent_pool, L, R)
     keys, key_scales = split_index_pool(index_pool)
     fp8 = latent_scales is not None
+    early = dependent_launch(index_pool.device)
     _store[(T, 3)](
         latents,
         latent_scales if fp8 else latents,
@@ -212,4 +222,6 @@ def run(
         INTERLEAVED=interleaved,
         INDEX_INTERLEAVED=index_interleaved,
         UE8M0=scale_ue8m0,
+        EARLY=early,
+        **({"launch_pdl": True} if early else {}),
     )

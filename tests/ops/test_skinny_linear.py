@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from compiled_dsa.custom_ops.kernels.common import multiprocessors
 from compiled_dsa.testing import poisoned
 
 
@@ -18,14 +19,44 @@ def multiply(T, N, K, dtype, out_dtype, device, run=torch.ops.compiled_dsa.skinn
     return wide[:, :N].double(), x.double() @ weight.double().t(), torch.finfo(out_dtype).eps
 
 
+def tiles_of(device: str, less: int = 0) -> int:
+    """Rows of weights that make one tile a multiprocessor, less some."""
+    return 64 * multiprocessors(torch.device(device)) - less
+
+
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("N", "K"), [(8 * 64, 256), (8 * 64 - 13, 1000), (300, 130), (1, 1), (5, 0), (0, 3)])
-@pytest.mark.parametrize("T", [0, 1, 2, 33, 64, 65])
-def test_against_fp64(T, N, K, out_dtype, backend):
-    """Tiles that end inside, and numbers of tiles and rows that the kernels leave to the library."""
+@pytest.mark.parametrize(("less", "K"), [(0, 256), (13, 1000), (100, 130), (0, 0)])
+@pytest.mark.parametrize("T", [0, 1, 2, 33, 64])
+def test_against_fp64(T, less, K, out_dtype, backend):
+    """Whole tiles, and rows and columns of weights that end inside one."""
     run = partial(backend, "skinny_linear")
-    got, want, eps = multiply(T, N, K, torch.float16, out_dtype, backend.device, run)
+    if backend.provider == "triton" and K == 0:
+        pytest.skip("nothing to multiply is left to the library")
+    got, want, eps = multiply(T, tiles_of(backend.device, less), K, torch.float16, out_dtype, backend.device, run)
     torch.testing.assert_close(got, want, rtol=2 * eps, atol=4e-6 * max(K, 1))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("T", "N", "K"), [(1, 5, 0), (1, 0, 3), (0, 3, 3), (65, 70, 64), (2, 100_000, 8), (3, 1, 7)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_the_kernels_leave_to_the_library(T, N, K, dtype, device):
+    got, want, eps = multiply(T, N, K, dtype, dtype, device)
+    torch.testing.assert_close(got, want, rtol=2 * eps, atol=4e-6 * max(K, 1))
+
+
+@pytest.mark.parametrize(
+    ("T", "N", "dtype", "reason"),
+    [
+        (65, 512, torch.float16, "x has 65 rows"),
+        (2, 64, torch.float16, "2 rows and 1 tiles"),
+        (2, 513, torch.float16, "2 rows and 9 tiles"),
+        (2, 512, torch.float32, "two bytes only"),
+    ],
+)
+def test_reasons(T, N, dtype, reason):
+    x, weight, out = (torch.zeros(*shape, dtype=dtype) for shape in ((T, 32), (N, 32), (T, N)))
+    with pytest.raises(ValueError, match=reason):
+        torch.ops.compiled_dsa.skinny_linear(x, weight, out, provider="triton")
 
 
 @pytest.mark.gpu

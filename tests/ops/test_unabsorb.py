@@ -20,6 +20,21 @@ def test_against_einsum(T, by_head, dtype, device):
     torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance * 4)
 
 
+@pytest.mark.parametrize("shapes", [(128, 128, 512), (64, 256, 512), (77, 100, 100)])
+@pytest.mark.parametrize("by_head", [True, False])
+@pytest.mark.parametrize("T", [1, 2, 33, 64])
+def test_few_rows(T, by_head, shapes, backend):
+    """Real numbers of heads and sizes, and tiles that end inside."""
+    H, V, L = shapes if backend.device == "cuda" else (2, *shapes[1:])  # so many that tiles fill the interpreter's
+    latents = torch.randn(H, T, L) if by_head else torch.randn(T, H, L).transpose(0, 1)
+    latents = latents.to(backend.device, torch.float16).transpose(0, 1)
+    w_uv = torch.randn(H, 16 + V, L, device=backend.device).half()[:, 16:]
+    out = poisoned(T, H, V, dtype=torch.float16, device=backend.device)
+    backend("unabsorb", latents, w_uv, out)
+    want = torch.einsum("thl,hvl->thv", latents.double(), w_uv.double())
+    torch.testing.assert_close(out.double(), want, rtol=2.0**-10, atol=4e-6 * L)
+
+
 @pytest.mark.gpu
 def test_no_copy():
     """The product goes where it belongs: nothing but the GEMM runs."""
