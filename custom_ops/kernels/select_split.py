@@ -194,6 +194,7 @@ def _select_split(
     quad = tile_index(CHUNK // LOAD, min(WIDTH, CHUNK) // LOAD)
     first = (split + quad // (PAGE // LOAD) * splits) * PAGE + quad % (PAGE // LOAD) * LOAD
     ahead = tl.load(scores + first[:, :, None] + inside, mask=(first < n)[:, :, None], other=float("nan"))
+    slot_ahead = paged_slots(table, first, first < n, pages).to(tl.int32)
 
     best = _best_of_groups(scores, maxima, n, GROUP, PIECE, PIECES, min(WIDTH, PIECE), LOAD)
     low, high, reached, beyond = start_search(best, float("-inf"))
@@ -207,10 +208,11 @@ def _select_split(
     count = 0
     for _ in range(split * PAGE, n, CHUNK * splits):
         score = ahead
+        slot = slot_ahead[:, :, None] + inside
         here = first
         first += CHUNK * splits
         ahead = tl.load(scores + first[:, :, None] + inside, mask=(first < n)[:, :, None], other=float("nan"))
-        slot = paged_slots(table, here, here < n, pages).to(tl.int32)[:, :, None] + inside
+        slot_ahead = paged_slots(table, first, first < n, pages).to(tl.int32)
         position = here[:, :, None] + inside
         candidate = (score >= bound) & (position < n)
         place, count = places(candidate, count)
