@@ -38,7 +38,8 @@ def skinny_linear(x: Tensor, weight: Tensor, out: Tensor, *, provider: str | Non
 
     An op, since few rows are bound by the reading of the weights, which libraries spread over too few multiprocessors
     or split, with a second launch for the sums. Where there are more rows, or tiles of another number than fill a
-    device, it is the library's product. The sums are in fp32; no gradient is computed.
+    device, it is the library's product. Sums are in fp32, save that torch lets cuBLAS add partial sums in the dtype of
+    ``out``; no gradient is computed.
 
     Args:
         x: [T, K].

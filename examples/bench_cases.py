@@ -21,6 +21,7 @@ from compiled_dsa.testing import random_index_pool, random_latent_pool
 DEVICE = "cuda"
 L, R, D, K = 512, 64, 128, 2048
 MODELS = {"deepseek_v32": (128, 64, 128, 128), "glm_moe_dsa": (64, 32, 192, 256)}  # H, HI, N, V
+HIDDEN = {"deepseek_v32": 7168, "glm_moe_dsa": 6144}
 SCRATCH_BYTES = 2 << 30
 
 Run = Callable[[tuple], object]
@@ -110,6 +111,8 @@ def cases() -> Iterator[Case]:
             for rows in (1, 16, 128):
                 yield Case(make.__name__, {"model": model, "rows": rows}, make, rows == 16)
     for model in MODELS:
+        for rows in (1, 16):
+            yield Case("select_and_absorb", {"model": model, "rows": rows}, bench_rows.select_and_absorb, rows == 1)
         for rows in (1, 16, 64):
             yield Case("skinny_linear", {"model": model, "rows": rows}, bench_rows.skinny_linear, rows == 16)
     yield Case("batch_metadata", {}, bench_rows.batch_metadata, True)

@@ -4,6 +4,7 @@ Legend: T rows, H heads, HI index heads, N nope dim, V value dim, Q q_lora rank,
 dims.
 """
 
+import itertools
 from collections.abc import Callable
 
 import bench_cases as cases
@@ -12,11 +13,11 @@ from bench_cases import PAGE, D, L, R, Work, bf16
 from torch import Tensor
 
 from compiled_dsa.cli.overview import sample_arguments
+from compiled_dsa.custom_ops import OPS
 from compiled_dsa.custom_ops.layout import FP8
 from compiled_dsa.testing import random_index_pool
 
 Q = 1536
-HIDDEN = {"deepseek_v32": 7168, "glm_moe_dsa": 6144}
 TOKENS = 1 << 18  # of a pool
 
 
@@ -89,10 +90,31 @@ def unabsorb(providers: list[str], model: str, rows: int) -> Work:
     return made
 
 
+def select_and_absorb(providers: list[str], model: str, rows: int) -> Work:
+    """Rows of 8192 keys; beside the two parts one after the other."""
+    H, _, N, V = cases.MODELS[model]
+    chosen = cases.index_decode(providers, model, rows, 8192).inputs
+    absorbed = H * N * L * 2
+    weights = [(bf16(H, N + V, L), bf16(cases.HIDDEN[model], H * V)) for _ in range(cases.rotations(absorbed))]
+    inputs = [
+        (*args, bf16(rows, H, N), kv_b[:, :N], bf16(rows, H, L), [kv_b, o_proj])
+        for args, (kv_b, o_proj) in zip(itertools.cycle(chosen), weights)
+    ]
+    runs, not_run = cases.by_provider("select_and_absorb", inputs, providers)
+
+    def one_stream(args: tuple) -> None:
+        OPS["index_topk_decode"].overload(*args[:8])
+        torch.bmm(args[8].transpose(0, 1), args[9], out=args[10].transpose(0, 1))
+
+    runs["one stream"] = one_stream
+    moved = absorbed + rows * 8192 * (D + 4)
+    return Work(runs, inputs, moved, (2.0 * rows * H * N * L, 0.0), not_run=not_run)
+
+
 def skinny_linear(providers: list[str], model: str, rows: int) -> Work:
     """The output projection."""
     H, _, _, V = cases.MODELS[model]
-    N, K = HIDDEN[model], H * V
+    N, K = cases.HIDDEN[model], H * V
 
     def make() -> tuple:
         return bf16(rows, K), bf16(N, K), bf16(rows, N)

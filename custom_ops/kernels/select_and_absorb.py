@@ -2,8 +2,8 @@
 
 The GEMM is the caller's, since cuBLAS keeps a workspace for each stream, and graphs must find theirs in their own pool.
 One stream has it all where rows are many or long: their keys are read and selected by all of the device, and sharing it
-costs more than it saves. A decode layer of V3.2 on an H200 takes 148.5 us for 1 row of 8k keys (154.3 on one stream),
-169.6 (168.4) for one of 64k and 269.7 (259.8) for 32 of 32k.
+costs more than it saves. A decode layer of V3.2 on an H200 takes 142.8 us for 1 row of 8k keys and 187.3 for 16 (on one
+stream 144.9 and 188.0); of 64k keys and of 32 rows of 32k, it took 169.6 and 269.7 (168.4 and 259.8) on two.
 """
 
 import functools

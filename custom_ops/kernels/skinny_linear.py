@@ -2,7 +2,8 @@
 
 us on an H200, cuBLAS beside: output projection of V3.2 (7168 x 16384, 55.7 at peak bandwidth) of 1, 16, 64 rows 55.1,
 56.3, 60.4 (59.5, 64.4, 62.6); first projections (2304 x 7168, 7.8) of 1 row 10.6 (12.7). Of more rows, tiles that are
-fewer or more than the multiprocessors lose: 15.1 (13.9) and, for 32768 x 1536, 27.8 (27.2) of 16 rows.
+fewer or more than the multiprocessors lose: 15.1 (13.9) and, for 32768 x 1536, 27.8 (27.2) of 16 rows. Fetching weights
+to L2 while the kernel in front runs does not pay: a decode layer of one row took 142.8 us with it, 139.5 without.
 
 Legend: B products beside each other, T rows.
 """
@@ -14,7 +15,6 @@ from torch import Tensor
 from compiled_dsa.custom_ops.kernels.common import (
     dependent_launch,
     multiprocessors,
-    prefetch,
     refuses_device,
     refuses_dot,
     refuses_dtype,
@@ -24,34 +24,22 @@ from compiled_dsa.custom_ops.kernels.common import (
 
 MOST_ROWS = 64
 FEWEST_TILES, MOST_TILES = 0.5, 1.0  # of several rows, as shares of the multiprocessors
-AHEAD = 1024  # columns of weights that are on their way to L2 before the kernel in front ends
 _ONE, _FEW = (8, 512, 3), (64, 128, 6)  # rows and columns of weights in a tile, stages
-
-
-@triton.jit
-def _wait(weight, n, K, w_row, AHEAD: tl.constexpr):
-    """Until the kernel in front has ended; the first columns of rows n of the weights come to L2 meanwhile."""
-    if AHEAD:
-        column = tl.minimum(tl.arange(0, AHEAD // 64) * 64, K - 1)
-        prefetch(weight + n[:, None] * w_row + column[None, :])
-    wait_for_kernel_in_front()
 
 
 @triton.jit
 def _one_row(
     x, weight, out, N, K, x_product, w_product, w_row, out_product,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        wait_for_kernel_in_front()
     product = tl.program_id(1).to(tl.int64)
     x += product * x_product
     weight += product * w_product
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(n, N - 1).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    if EARLY:
-        _wait(weight, row, K, w_row, AHEAD)
-    tile = weight + row[:, None] * w_row + k[None, :]
+    tile = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * w_row + k[None, :]
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         inside = None if EVEN else start + k < K
@@ -65,18 +53,17 @@ def _one_row(
 def _few_rows(
     x, weight, out, T, N, K, x_product, x_row, w_product, w_row, out_product, out_row,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rows of weights are those of the tensor cores' tile, rows of x its columns."""
+    if EARLY:
+        wait_for_kernel_in_front()
     product = tl.program_id(1).to(tl.int64)
     weight += product * w_product
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(n, N - 1).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     t = tl.arange(0, ROWS)
-    if EARLY:
-        _wait(weight, row, K, w_row, AHEAD)
-    tile = weight + row[:, None] * w_row + k[None, :]
+    tile = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * w_row + k[None, :]
     columns = x + product * x_product + t.to(tl.int64)[None, :] * x_row + k[:, None]
     real = (t < T)[None, :]
     sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
@@ -133,7 +120,6 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
         "EVEN": K % block_k == 0,
         "STAGES": min(stages, triton.cdiv(K, block_k)),
         "EARLY": early,
-        "AHEAD": min(AHEAD, max(64, triton.next_power_of_2(K))),
         "num_warps": 4,
         **({"launch_pdl": True} if early else {}),
     }

@@ -33,7 +33,8 @@ def test_against_fp64(T, less, K, out_dtype, backend):
     if backend.provider == "triton" and K == 0:
         pytest.skip("nothing to multiply is left to the library")
     got, want, eps = multiply(T, tiles_of(backend.device, less), K, torch.float16, out_dtype, backend.device, run)
-    torch.testing.assert_close(got, want, rtol=2 * eps, atol=4e-6 * max(K, 1))
+    library = backend.provider == "reference" and backend.device == "cuda"  # may add partial sums in fp16
+    torch.testing.assert_close(got, want, rtol=2 * eps, atol=(1e-4 if library else 4e-6) * max(K, 1))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
