@@ -1,4 +1,4 @@
-"""Rows, pools and calls on which index_topk is tested."""
+"""Rows, pools and calls on which index_topk is tested, and scores on which its selections are."""
 
 import torch
 
@@ -64,6 +64,61 @@ def positions(chosen, table):
     """Chosen slots of one request -> sorted logical positions."""
     slots = (table.long()[:, None] * PAGE + torch.arange(PAGE, device=table.device)).flatten()
     return torch.isin(slots, chosen[chosen >= 0].long()).nonzero().flatten()
+
+
+def best_positions(row: torch.Tensor, K: int) -> torch.Tensor:
+    """Positions of the K best scores, sorted: of equal ones the lowest, never NaN. All of a row of at most K."""
+    if row.numel() <= K:
+        return torch.arange(row.numel(), device=row.device)
+    number = (~row.isnan()).nonzero().flatten()
+    return number[(row[number] + 0.0).sort(descending=True, stable=True).indices[:K]].sort().values
+
+
+def check_positions(chosen, table, values, visible, K):
+    for t, n in enumerate(visible.tolist()):
+        want = best_positions(values[t, : max(n, 0)], K)
+        assert (chosen[t, : want.numel()] >= 0).all() and (chosen[t, want.numel() :] == -1).all(), f"row {t}"
+        assert torch.equal(positions(chosen[t], table[t]), want), f"row {t}"
+
+
+def hard_rows(columns, device):
+    """[9, columns]: random; half zeros; few values; one value; few numbers; -inf; no number; +inf; rising."""
+    values = torch.randn(9, columns, device=device)
+    values[1] = values[1].relu()
+    values[2] = (values[2] * 2).round()
+    values[3] = 0.0
+    values[4] = torch.where(torch.rand(columns, device=device) < 0.9, torch.nan, values[4])
+    values[5] = -torch.inf
+    values[5, ::50] = 1.0
+    values[6] = torch.nan
+    values[6, 5] = 1.0
+    values[7, ::3] = torch.inf
+    values[8] = torch.arange(columns, device=device)
+    return values
+
+
+def zeros_of_both_signs(columns, device):
+    """[4, columns]: 0.0 and -0.0 in turn; -0.0 only; both and -1.0; both in parts of a row of -1.0."""
+    values = torch.zeros(4, columns, device=device)
+    values[0, ::2], values[1] = -0.0, -0.0
+    values[2, ::3], values[2, 1::3] = -1.0, -0.0
+    values[3] = -1.0
+    values[3, 100:110], values[3, 300:320] = -0.0, 0.0
+    return values
+
+
+def scores_and_maxima(values, visible, group: int):
+    """Scores of ``values`` and the maxima of their groups as the scores kernel leaves them; past the windows 1e30."""
+    from compiled_dsa.custom_ops.kernels import select
+
+    rows, columns = values.shape
+    scores = values.masked_fill(torch.arange(columns, device=values.device) >= visible[:, None], 1e30)
+    maxima = torch.full((rows, select.maxima_of(columns, group)), 1e30, device=values.device)
+    if group:
+        numbers = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        best = numbers.view(rows, -1, group).amax(-1)
+        maxima[:, : columns // group] = best.masked_fill(scores.isnan().view(rows, -1, group).all(-1), torch.nan)
+    return scores, maxima
 
 
 def narrow_rows_of(columns, monkeypatch):

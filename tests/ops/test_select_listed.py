@@ -6,8 +6,16 @@ import torch
 from compiled_dsa.custom_ops.kernels import select_listed
 from compiled_dsa.custom_ops.layout import PAGE
 from compiled_dsa.testing import check_topk, index_scores_oracle, poisoned, random_index_pool, random_page_table
-from tests.ops.index_cases import one_hot, prefill_batch, queries, run, scored_pool
-from tests.ops.test_select import check_positions, hard_rows
+from tests.ops.index_cases import (
+    check_positions,
+    hard_rows,
+    one_hot,
+    prefill_batch,
+    queries,
+    run,
+    scored_pool,
+    scores_and_maxima,
+)
 
 COLUMNS = 512
 
@@ -32,9 +40,9 @@ def hard_orders(columns, device):
 
 
 def select(values, visible, K, device, programs=3):
-    """(slots, positions, page table) of rows whose scores are ``values``; past the windows they are 1e30."""
+    """(slots, positions, page table): this selection alone, of rows whose scores are ``values``."""
     rows, columns = values.shape
-    scores = values.masked_fill(torch.arange(columns, device=device) >= visible[:, None], 1e30)
+    scores, _ = scores_and_maxima(values, visible, 0)
     lists = poisoned(programs, select_listed.list_size(columns, K, True), dtype=torch.int64, device=device)
     table = random_page_table(rows, columns // PAGE, rows * columns // PAGE, device)
     requests = torch.arange(rows, dtype=torch.int32, device=device)

@@ -6,8 +6,18 @@ import torch
 from compiled_dsa.custom_ops.kernels import select, select_split
 from compiled_dsa.custom_ops.layout import FP8, PAGE
 from compiled_dsa.testing import check_topk, index_scores_oracle, poisoned, random_index_pool, random_page_table
-from tests.ops.index_cases import batch, narrow_rows_of, one_hot, queries, scored_pool
-from tests.ops.test_select import check_positions, hard_rows, positions, zeros_of_both_signs
+from tests.ops.index_cases import (
+    batch,
+    check_positions,
+    hard_rows,
+    narrow_rows_of,
+    one_hot,
+    positions,
+    queries,
+    scored_pool,
+    scores_and_maxima,
+    zeros_of_both_signs,
+)
 
 COLUMNS = 512
 
@@ -21,17 +31,11 @@ def small(monkeypatch):
 
 
 def select_rows(values, visible, K, splits, with_positions=False):
-    """(chosen, page table[, positions]): the selection from scores and maxima as the scores kernel leaves them, the
-    rest 1e30."""
+    """(slots, page table[, positions]): this selection alone, of rows whose scores are ``values``."""
     rows, columns = values.shape
     device = values.device
     group = select.group_size(columns, K, False)
-    inside = torch.arange(columns, device=device) < visible[:, None]
-    scores = values.masked_fill(~inside, 1e30)
-    numbers = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    best = numbers.view(rows, -1, group).amax(-1).masked_fill(scores.isnan().view(rows, -1, group).all(-1), torch.nan)
-    maxima = torch.full((rows, select.maxima_of(columns, group)), 1e30, device=device)
-    maxima[:, : columns // group] = best
+    scores, maxima = scores_and_maxima(values, visible, group)
     counters = select_split.empty_counters(rows, splits, device)
     counters = None if counters is None else counters.zero_()
     table = random_page_table(rows, columns // PAGE, rows * columns // PAGE, device)
