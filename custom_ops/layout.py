@@ -68,35 +68,35 @@ def split_index_pool(pool: Tensor) -> tuple[Tensor, Tensor | None]:
     return keys, pool.view(torch.float32)[:, PAGE * D // 4 :]
 
 
-def check_latent_pool(pool: Tensor, L: int, R: int) -> None:
-    """Raises ValueError unless ``pool`` is a contiguous latent pool for L and R."""
-    check_shape("pool", pool, None, PAGE, None)
+def check_latent_pool(pool: Tensor, L: int, R: int, name: str = "pool") -> None:
+    """Raises ValueError unless ``pool``, the argument ``name``, is a contiguous latent pool for L and R."""
+    check_shape(name, pool, None, PAGE, None)
     dtype = FP8 if pool.dtype == torch.uint8 else pool.dtype
     if not dtype.is_floating_point:
-        raise ValueError(f"pool has dtype {pool.dtype}; a latent pool is uint8 (fp8 layout) or a model dtype")
+        raise ValueError(f"{name} has dtype {pool.dtype}; a latent pool is uint8 (fp8 layout) or a model dtype")
     shape, _ = latent_pool_shape(pool.shape[0], L, R, dtype)
-    _check_pool("latent", pool, shape)
+    _check_pool("latent", name, pool, shape)
 
 
-def check_index_pool(pool: Tensor, D: int) -> None:
-    """Raises ValueError unless ``pool`` is a contiguous index-key pool for D."""
+def check_index_pool(pool: Tensor, D: int, name: str = "pool") -> None:
+    """Raises ValueError unless ``pool``, the argument ``name``, is a contiguous index-key pool for D."""
     if pool.dim() not in (2, 3):
-        raise ValueError(f"pool has shape {tuple(pool.shape)}; an index-key pool has 2 dims (fp8) or 3")
+        raise ValueError(f"{name} has shape {tuple(pool.shape)}; an index-key pool has 2 dims (fp8) or 3")
     dtype = FP8 if pool.dtype == torch.uint8 else pool.dtype
     if not dtype.is_floating_point:
-        raise ValueError(f"pool has dtype {pool.dtype}; an index-key pool is uint8 (fp8 layout) or a model dtype")
+        raise ValueError(f"{name} has dtype {pool.dtype}; an index-key pool is uint8 (fp8 layout) or a model dtype")
     shape, _ = index_pool_shape(pool.shape[0], D, dtype)
-    _check_pool("index-key", pool, shape)
+    _check_pool("index-key", name, pool, shape)
 
 
-def _check_pool(kind: str, pool: Tensor, shape: tuple[int, ...]) -> None:
+def _check_pool(kind: str, name: str, pool: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(pool.shape) != shape:
         raise ValueError(
-            f"pool has dtype {pool.dtype} and shape {tuple(pool.shape)}; a {kind} pool of that dtype is {shape} "
+            f"{name} has dtype {pool.dtype} and shape {tuple(pool.shape)}; a {kind} pool of that dtype is {shape} "
             "(fp8 pools are passed as raw uint8, never as a view of another dtype)"
         )
     if not pool.is_contiguous():
-        raise ValueError(f"pool has strides {pool.stride()}; a {kind} pool must be contiguous")
+        raise ValueError(f"{name} has strides {pool.stride()}; a {kind} pool must be contiguous")
 
 
 def check_shape(name: str, tensor: Tensor, *shape: int | None) -> None:

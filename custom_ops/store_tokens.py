@@ -1,6 +1,8 @@
 """store_tokens: what a layer makes of its hidden states, from their products to normalised queries and stored keys.
 
 The norms, ropes and quantisations between the first GEMM of a layer and its second, and both cache stores.
+
+Legend: T rows, Q q_lora rank, L latent dim, R rope dim, D index head dim.
 """
 
 import torch
@@ -46,11 +48,11 @@ def check(
     check_dtype("kv_norm", kv_norm, q_lora.dtype)
     check_shape("slots", slots, T)
     check_dtype("slots", slots, torch.int64)
-    check_latent_pool(latent_pool, L, R)
+    check_latent_pool(latent_pool, L, R, "latent_pool")
     if latent_pool.dtype != torch.uint8:
         check_dtype("latent_pool", latent_pool, q_lora.dtype)
-    check_index_pool(index_pool, D)
     check_dtype("index_pool", index_pool, torch.uint8)
+    check_index_pool(index_pool, D, "index_pool")
 
 
 def reference(
@@ -116,9 +118,9 @@ def store_tokens(
         q_lora: [T, Q], gets q_a after its norm, in the dtype of the model.
         q_a, kv, k: [T, Q], [T, L+R] and [T, D], products of the hidden states: compressed queries, latents with their
             rope, index keys. Any strides but the last, as of columns of one product.
-        q_norm, kv_norm: [Q], [L], weights of the norms with ``eps``.
+        q_norm, kv_norm: [Q], [L], weights of the norms with ``eps``, in the dtype of q_lora.
         k_norm, k_norm_bias: [D], of the LayerNorm with ``k_eps``.
-        cos, sin: [T, R/2], one angle a pair; the first R values of an index key are rotated by the same.
+        cos, sin: [T, R/2], of one dtype, one angle a pair; the first R values of an index key are rotated by the same.
         slots: int64 [T], physical slots; -1 (padding) and any other slot outside the pools write nothing there.
         interleaved, index_interleaved: pairs are (0,1),(2,3).. when True, (0,R/2),(1,R/2+1).. when False.
         scale_ue8m0: as of ``store_index_keys``.

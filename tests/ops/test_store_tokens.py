@@ -143,8 +143,8 @@ def test_no_tokens(backend):
         (8, lambda a: a[1:], "k_norm has shape"),
         (12, lambda a: a.int(), "slots has dtype"),
         (11, lambda a: a[1:], "sin has shape"),
-        (0, lambda a: a[:, :, 1:], "latent pool"),
-        (1, lambda a: a[:, 1:], "index"),
+        (0, lambda a: a[:, :, 1:], "latent_pool has dtype"),
+        (1, lambda a: a[:, 1:], "index_pool has dtype torch.uint8 and shape"),
     ],
 )
 def test_refusals(place, change, message):
