@@ -1,4 +1,7 @@
-"""skinny_linear: the product of few rows with a matrix, as decoding makes them."""
+"""skinny_linear: the product of few rows with a matrix, as decoding makes them.
+
+Legend: T rows, N rows and K columns of the weights.
+"""
 
 import torch
 from torch import Tensor
@@ -12,7 +15,7 @@ def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
     check_shape("weight", weight, None, x.shape[1])
     check_shape("out", out, x.shape[0], weight.shape[0])
     check_dtype("weight", weight, x.dtype)
-    check_dtype("out", out, x.dtype, torch.float32)
+    check_dtype("out", out, x.dtype, *([torch.float32] if x.element_size() == 2 else []))
 
 
 def reference(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -44,7 +47,7 @@ def skinny_linear(x: Tensor, weight: Tensor, out: Tensor, *, provider: str | Non
     Args:
         x: [T, K].
         weight: [N, K], dtype of x.
-        out: [T, N], dtype of x or fp32.
+        out: [T, N], dtype of x, or fp32 of an x of two bytes.
 
     Raises:
         ValueError: a shape or dtype outside this contract.

@@ -5,7 +5,7 @@ us on an H200, cuBLAS beside: output projection of V3.2 (7168 x 16384, 55.7 at p
 fewer or more than the multiprocessors lose: 15.1 (13.9) and, for 32768 x 1536, 27.8 (27.2) of 16 rows. Fetching weights
 to L2 while the kernel in front runs does not pay: a decode layer of one row took 142.8 us with it, 139.5 without.
 
-Legend: B products beside each other, T rows.
+Legend: B products beside each other, T rows, N rows and K columns of the weights.
 """
 
 import triton
@@ -81,23 +81,32 @@ def _few_rows(
 
 
 def refuses(x: Tensor, weight: Tensor, out: Tensor) -> str | None:
-    return refuses_strides(x=x, weight=weight, out=out) or refuses_products("x", x[None], weight[None])
+    return refuses_strides(x=x, weight=weight, out=out) or refuses_products("x", x[None], "weight", weight[None])
 
 
-def refuses_products(name: str, x: Tensor, weight: Tensor, most_tiles: float = MOST_TILES) -> str | None:
-    """Why x [B, T, K], called ``name``, and weight [B, N, K] are left to the library, or None.
+def refuses_products(
+    name: str, x: Tensor, weight_name: str, weight: Tensor, most_tiles: float = MOST_TILES
+) -> str | None:
+    """Why x [B, T, K] and weight [B, N, K], arguments of these names, are left to the library, or None.
 
     ``most_tiles``: of several rows, as a share of the multiprocessors.
     """
-    dtypes = refuses_device(x) or refuses_dtype(**{name: x}) or refuses_dot(x.dtype)
-    if dtypes or x.element_size() != 2:
-        return dtypes or f"{name} has dtype {x.dtype}; products in two bytes only"
+    reason = refuses_device(x) or refuses_dtype(**{name: x}) or refuses_dot(x.dtype)
+    if reason is not None:
+        return reason
+    if x.element_size() != 2:
+        return f"{name} has dtype {x.dtype}; it must be of two bytes"
     T = x.shape[1]
-    if T > MOST_ROWS or weight.numel() == 0:
-        return f"{name} has {T} rows and the weights shape {tuple(weight.shape)}; at most {MOST_ROWS} rows, and weights"
+    if T > MOST_ROWS:
+        return f"{name} has {T} rows; at most {MOST_ROWS} are taken"
+    if weight.numel() == 0:
+        return f"{weight_name} has shape {tuple(weight.shape)}; it must have elements"
     tiles, full = len(weight) * triton.cdiv(weight.shape[1], _FEW[0]), multiprocessors(x.device)
-    if T > 1 and not FEWEST_TILES * full <= tiles <= most_tiles * full:
-        return f"{T} rows and {tiles} tiles, which {full} multiprocessors have slower than the library"
+    fewest, most = FEWEST_TILES * full, most_tiles * full
+    if T > 1 and not fewest <= tiles <= most:
+        return (
+            f"{weight_name} makes {tiles} tiles; of several rows the library is faster but for {fewest:g} to {most:g}"
+        )
     return None
 
 
@@ -123,11 +132,13 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
         "num_warps": 4,
         **({"launch_pdl": True} if early else {}),
     }
-    w, products = (weight.stride(0), weight.stride(1)), (x.stride(0), out.stride(0))
     if T == 1:
-        _one_row[grid](x, weight, out, N, K, products[0], *w, products[1], **options)
+        _one_row[grid](
+            x, weight, out, N, K, x.stride(0), weight.stride(0), weight.stride(1), out.stride(0), **options
+        )  # fmt: skip
     else:
         rows = max(16, triton.next_power_of_2(T))
         _few_rows[grid](
-            x, weight, out, T, N, K, products[0], x.stride(1), *w, products[1], out.stride(1), ROWS=rows, **options
+            x, weight, out, T, N, K, x.stride(0), x.stride(1), weight.stride(0), weight.stride(1), out.stride(0),
+            out.stride(1), ROWS=rows, **options,
         )  # fmt: skip

@@ -10,7 +10,7 @@ MOST_TILES = 2.0  # as a share of the multiprocessors: two programs of so few co
 
 def refuses(latents: Tensor, w_uv: Tensor, out: Tensor) -> str | None:
     strides = refuses_strides(latents=latents, w_uv=w_uv, out=out)
-    return strides or refuses_products("latents", latents.transpose(0, 1), w_uv, MOST_TILES)
+    return strides or refuses_products("latents", latents.transpose(0, 1), "w_uv", w_uv, MOST_TILES)
 
 
 def run(latents: Tensor, w_uv: Tensor, out: Tensor) -> None:

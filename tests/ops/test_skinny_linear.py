@@ -49,9 +49,9 @@ def test_what_the_kernels_leave_to_the_library(T, N, K, dtype, device):
     ("T", "N", "dtype", "reason"),
     [
         (65, 512, torch.float16, "x has 65 rows"),
-        (2, 64, torch.float16, "2 rows and 1 tiles"),
-        (2, 513, torch.float16, "2 rows and 9 tiles"),
-        (2, 512, torch.float32, "two bytes only"),
+        (2, 64, torch.float16, "weight makes 1 tiles; .* 4 to 8"),
+        (2, 513, torch.float16, "weight makes 9 tiles"),
+        (2, 512, torch.float32, "x has dtype torch.float32; it must be of two bytes"),
     ],
 )
 def test_reasons(T, N, dtype, reason):
@@ -84,10 +84,16 @@ def test_rows_do_not_depend_on_their_neighbours():
     [
         (((3, 32), (24, 31), (3, 24)), torch.float16, "weight has shape"),
         (((3, 32), (24, 32), (24, 3)), torch.float16, "out has shape"),
-        (((3, 32), (24, 32), (3, 24)), torch.float64, "out has dtype"),
+        (((3, 32), (24, 32), (3, 24)), torch.float64, "out has dtype torch.float64; it must be torch.float16 or"),
     ],
 )
 def test_refusals(shapes, dtype, message):
     x, weight = (torch.zeros(*shape, dtype=torch.float16) for shape in shapes[:2])
     with pytest.raises(ValueError, match=message):
         torch.ops.compiled_dsa.skinny_linear(x, weight, torch.zeros(*shapes[2], dtype=dtype))
+
+
+def test_only_products_of_two_bytes_are_widened():
+    x, weight = torch.zeros(3, 32, dtype=torch.float64), torch.zeros(24, 32, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"out has dtype torch.float32; it must be torch.float64$"):
+        torch.ops.compiled_dsa.skinny_linear(x, weight, torch.zeros(3, 24))
