@@ -1,4 +1,7 @@
-"""encode_queries: ropes of attention and index queries, quantised index queries, and the weights of index heads."""
+"""encode_queries: ropes of attention and index queries, quantised index queries, and the weights of index heads.
+
+Legend: T rows, H heads, R rope dim, HI index heads, D index head dim.
+"""
 
 import torch
 from torch import Tensor
@@ -76,7 +79,7 @@ def encode_queries(
         rope, index: [T, H, R] and [T, HI, D], products that are rounded to the dtype of q_rope first; any strides but
             the last.
         head_weights: [T, HI].
-        cos, sin: [T, R/2], one angle a pair.
+        cos, sin: [T, R/2], of one dtype, one angle a pair.
         interleaved, index_interleaved: pairs are (0,1),(2,3).. when True, (0,R/2),(1,R/2+1).. when False.
         scale_ue8m0: as of ``quantize_rows``, which says what the scales are.
 

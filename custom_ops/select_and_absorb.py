@@ -29,6 +29,7 @@ def check(
 
 
 def absorb(q_nope: Tensor, w_uk: Tensor, q_latent: Tensor) -> None:
+    """q_latent[t, h] = q_nope[t, h] @ w_uk[h], as one batched GEMM over heads."""
     torch.bmm(q_nope.transpose(0, 1), w_uk, out=q_latent.transpose(0, 1))
 
 
@@ -36,7 +37,7 @@ def reference(
     q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, q_nope, w_uk, q_latent, ahead,
     positions_out=None, init_tokens=0, local_tokens=0,
 ) -> None:  # fmt: skip
-    index_topk.INDEX_TOPK_DECODE.reference(
+    index_topk.reference(
         q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, positions_out=positions_out,
         init_tokens=init_tokens, local_tokens=local_tokens,
     )  # fmt: skip
@@ -78,8 +79,8 @@ def select_and_absorb(
     Args:
         q .. deterministic, positions_out, init_tokens, local_tokens: as of ``index_topk_decode``.
         q_nope: [T, H, N]; its last dim dense.
-        w_uk: [H, N, L].
-        q_latent: [T, H, L], head by head or row by row in memory.
+        w_uk: [H, N, L], W_UK of each head, dtype of q_nope.
+        q_latent: [T, H, L], dtype of q_nope, head by head or row by row in memory.
         ahead: weights that are read next, contiguous; a hint.
 
     Raises:

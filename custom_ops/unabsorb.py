@@ -1,4 +1,7 @@
-"""unabsorb: values of each head from its attended latents, written row by row."""
+"""unabsorb: values of each head from its attended latents, written row by row.
+
+Legend: T rows, H heads, V value dim, L latent dim.
+"""
 
 import torch
 from torch import Tensor
@@ -36,8 +39,8 @@ def unabsorb(latents: Tensor, w_uv: Tensor, out: Tensor, *, provider: str | None
 
     Args:
         latents: [T, H, L], head by head or row by row in memory.
-        w_uv: [H, V, L], W_UV of each head.
-        out: [T, H, V]; contiguous for the output projection to read it without a copy.
+        w_uv: [H, V, L], W_UV of each head, dtype of latents.
+        out: [T, H, V], dtype of latents; contiguous for the output projection to read it without a copy.
 
     Raises:
         ValueError: a shape or dtype outside this contract.
