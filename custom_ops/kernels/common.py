@@ -61,6 +61,12 @@ def dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def early_start(early: bool) -> dict[str, bool]:
+    """Keywords of the launch of a kernel with an argument EARLY: with ``early`` it may start before the kernel in front
+    of it has ended, and waits for that itself."""
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """fp32 dots are exact products: tf32 would change which tokens are selected."""
     return "ieee" if dtype == torch.float32 else "tf32"

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels.common import (
     dependent_launch,
+    early_start,
     refuses_device,
     refuses_dtype,
     refuses_strides,
@@ -133,7 +134,6 @@ def run(
     programs = blocks + triton.cdiv(HI, INDEX_HEADS)
     if programs == 0:
         return
-    early = dependent_launch(index_q.device)
     _encode[(T, programs)](
         q_rope,
         index_q,
@@ -168,6 +168,5 @@ def run(
         INTERLEAVED=interleaved,
         INDEX_INTERLEAVED=index_interleaved,
         UE8M0=scale_ue8m0,
-        EARLY=early,
-        **({"launch_pdl": True} if early else {}),
+        **early_start(dependent_launch(index_q.device)),
     )

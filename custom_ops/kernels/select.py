@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_dsa.custom_ops.kernels.common import paged_slots
+from compiled_dsa.custom_ops.kernels.common import early_start, paged_slots
 from compiled_dsa.custom_ops.layout import PAGE
 
 DIRECT_SCORES = 1 << 14  # rows up to here are not narrowed down
@@ -367,8 +367,7 @@ def write_slots(
         TILE=tile,
         WIDTH=min(LOAD * 32 * warps, tile, block or tile),
         LOAD=LOAD,
-        EARLY=early,
         POSITIONS=positions_out is not None,
         num_warps=warps,
-        **({"launch_pdl": True} if early else {}),
+        **early_start(early),
     )

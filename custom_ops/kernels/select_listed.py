@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_dsa.custom_ops.kernels.common import multiprocessors
+from compiled_dsa.custom_ops.kernels.common import early_start, multiprocessors
 from compiled_dsa.custom_ops.kernels.select import LOAD, store_all, threshold_of, tile_index, to_key, to_score
 from compiled_dsa.custom_ops.layout import PAGE
 
@@ -255,10 +255,9 @@ def write_slots_listed(
         CHUNK=min(CHUNK, size),
         WIDTH=min(width, CHUNK, size),
         LOAD=LOAD,
-        EARLY=early,
         PAGE=PAGE,
         POSITIONS=positions_out is not None,
         num_warps=WARPS,
         maxnreg=min(255, 65536 // (32 * WARPS * PROGRAMS) // 8 * 8),
-        **({"launch_pdl": True} if early else {}),
+        **early_start(early),
     )

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_dsa.custom_ops.kernels.common import multiprocessors, paged_slots
+from compiled_dsa.custom_ops.kernels.common import early_start, multiprocessors, paged_slots
 from compiled_dsa.custom_ops.kernels.select import (
     LOAD,
     cut,
@@ -320,8 +320,7 @@ def write_slots_split(
         LOG_BINS=LOG_BINS if splits > 1 else 0,
         LOAD=LOAD,
         PAGE=PAGE,
-        EARLY=early,
         POSITIONS=positions_out is not None,
         num_warps=WARPS,
-        **({"launch_pdl": True} if early else {}),
+        **early_start(early),
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels.common import (
     dependent_launch,
+    early_start,
     multiprocessors,
     refuses_device,
     refuses_dot,
@@ -121,16 +122,14 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
     if T == 0:
         return
     block_n, block_k, stages = _ONE if T == 1 else _FEW
-    early = dependent_launch(x.device)
     grid = (triton.cdiv(N, block_n), B)
     options = {
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "EVEN": K % block_k == 0,
         "STAGES": min(stages, triton.cdiv(K, block_k)),
-        "EARLY": early,
         "num_warps": 4,
-        **({"launch_pdl": True} if early else {}),
+        **early_start(dependent_launch(x.device)),
     }
     if T == 1:
         _one_row[grid](

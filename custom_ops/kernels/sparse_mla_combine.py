@@ -11,6 +11,7 @@ from torch import Tensor
 from compiled_dsa.custom_ops.kernels.common import (
     LOG2E,
     dependent_launch,
+    early_start,
     finite,
     multiprocessors,
     wait_for_kernel_in_front,
@@ -91,7 +92,6 @@ def combine(parts: Tensor, parts_lse: Tensor, sinks: Tensor | None, out: Tensor,
     full = 2 * multiprocessors(out.device)
     while columns > MIN_COLUMNS and T * H * triton.cdiv(L, columns) < full:
         columns //= 2
-    early = dependent_launch(out.device)
     _combine[(T * H, triton.cdiv(L, columns))](
         parts,
         parts_lse,
@@ -110,7 +110,6 @@ def combine(parts: Tensor, parts_lse: Tensor, sinks: Tensor | None, out: Tensor,
         COLUMNS=columns,
         S_PADDED=triton.next_power_of_2(S),
         SINKS=sinks is not None,
-        EARLY=early,
         num_warps=max(1, columns // 256),
-        **({"launch_pdl": True} if early else {}),
+        **early_start(dependent_launch(out.device)),
     )

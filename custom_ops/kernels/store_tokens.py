@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels.common import (
     dependent_launch,
+    early_start,
     refuses_device,
     refuses_dtype,
     refuses_strides,
@@ -176,7 +177,6 @@ def run(
     latents, latent_scales, rope = split_latent_pool(latent_pool, L, R)
     keys, key_scales = split_index_pool(index_pool)
     fp8 = latent_scales is not None
-    early = dependent_launch(index_pool.device)
     _store[(T, 3)](
         latents,
         latent_scales if fp8 else latents,
@@ -222,6 +222,5 @@ def run(
         INTERLEAVED=interleaved,
         INDEX_INTERLEAVED=index_interleaved,
         UE8M0=scale_ue8m0,
-        EARLY=early,
-        **({"launch_pdl": True} if early else {}),
+        **early_start(dependent_launch(index_pool.device)),
     )
