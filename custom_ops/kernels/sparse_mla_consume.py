@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from compiled_dsa.custom_ops.kernels.common import LN2, LOG2E
 from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     HALF,
@@ -30,9 +31,6 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     tile_of,
 )
 from compiled_dsa.custom_ops.layout import PAGE
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16]))
 _OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16]))

@@ -27,8 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from compiled_dsa.custom_ops.kernels.common import multiprocessors
-from compiled_dsa.custom_ops.kernels.sparse_mla_consume import LN2, LOG2E, Heads, tma_store
+from compiled_dsa.custom_ops.kernels.common import LN2, LOG2E, multiprocessors
+from compiled_dsa.custom_ops.kernels.sparse_mla_consume import Heads, tma_store
 from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, produce_dequantised, store_q_rope
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     HALF,

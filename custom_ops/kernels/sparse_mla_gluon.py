@@ -27,8 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from compiled_dsa.custom_ops.kernels.common import multiprocessors
-from compiled_dsa.custom_ops.kernels.sparse_mla_consume import LOG2E, Heads, consume
+from compiled_dsa.custom_ops.kernels.common import LOG2E, multiprocessors
+from compiled_dsa.custom_ops.kernels.sparse_mla_consume import Heads, consume
 from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, produce_dequantised
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     HALF,
