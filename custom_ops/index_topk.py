@@ -181,7 +181,7 @@ ARGUMENTS = (
     "Tensor(a!) topk_out, bool deterministic"
 )
 OPTIONS = "Tensor(b!)? positions_out=None, int init_tokens=0, int local_tokens=0"
-_PROVIDERS = {  # the libraries have not been measured yet: they run where triton refuses, or by name
+_PROVIDERS = {  # by their times in examples/results/h200-ops.json; torch is for comparisons
     "triton": "compiled_dsa.custom_ops.kernels.index_topk",
     "deep_gemm": "compiled_dsa.custom_ops.providers.deep_gemm",
     "flashinfer": "compiled_dsa.custom_ops.providers.flashinfer",
