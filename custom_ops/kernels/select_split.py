@@ -37,8 +37,8 @@ from compiled_dsa.custom_ops.layout import PAGE
 LEAST_SPLITS = 2  # with fewer programs a row, select.py's one
 CHUNK = 1 << 12  # scores that a program takes at once, and the fewest of one; a multiple of a page
 CANDIDATES = 4  # a row's list has room for so many times K
-GROUPS = 2  # the bound is sought among so many times K
-SLACK = 4  # and is reached by the maxima of at most K + K / SLACK of them
+GROUPS = 2  # the bound is sought among the best scores of so many times K groups
+SLACK = 4  # and is reached by those of at most K + K / SLACK
 LOG_BINS = 11
 LARGEST_K = 1 << 11
 SMALLEST_LIST = 1 << 11
@@ -99,7 +99,7 @@ def _bracket(bins, lowest, shift, K, BINS: tl.constexpr):
 
 
 @triton.jit
-def _select_listed(
+def _select_candidates(
     scores,  # of the row, as are the other tensors
     positions,
     slots,
@@ -117,7 +117,7 @@ def _select_listed(
     LOAD: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """The K best of a row's list, in which NaN is where there is no candidate."""
+    """The K best of the candidates in a row's list, NaN where there is none."""
     lane = tile_index(SIZE // LOAD, min(WIDTH, SIZE) // LOAD)[:, :, None] * LOAD + tl.arange(0, LOAD)[None, None, :]
     score = tl.load(scores + lane)
     if BINS:
@@ -243,10 +243,9 @@ def _select_split(
         )  # fmt: skip
     else:
         listed = row * SIZE
-        _select_listed(
+        _select_candidates(
             list_scores + listed, list_positions + listed, list_slots + listed, counters, bound, lowest, shift,
-            out, out_positions, n, K, SIZE, BINS if LOG_BINS > 0 else 0,
-            WIDTH, LOAD, POSITIONS,
+            out, out_positions, n, K, SIZE, BINS if LOG_BINS > 0 else 0, WIDTH, LOAD, POSITIONS,
         )  # fmt: skip
 
 
