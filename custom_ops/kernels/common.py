@@ -73,19 +73,6 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 @triton.jit
-def prefetch(address):
-    """The lines of 128 bytes in which ``address`` points come to L2. Not in the interpreter."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [address.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def wait_for_kernel_in_front():
     """The kernel behind starts and waits likewise. Whoever waits may assume all that came before as done, as long as
     every program of every kernel launched so waits before it reads or writes what others do."""

@@ -2,8 +2,8 @@
 
 The GEMM is the caller's, since cuBLAS keeps a workspace for each stream, and graphs must find theirs in their own pool.
 One stream has it all where rows are many or long: their keys are read and selected by all of the device, and sharing it
-costs more than it saves. A decode layer of V3.2 on an H200 takes 142.8 us for 1 row of 8k keys and 187.3 for 16 (on one
-stream 144.9 and 188.0); of 64k keys and of 32 rows of 32k, it took 169.6 and 269.7 (168.4 and 259.8) on two.
+costs more than it saves. A decode layer of V3.2 on an H200 took 142.8 us for 1 row of 8k keys and 187.3 for 16 on two
+streams (144.9 and 188.0 on one); for 1 row of 64k keys and 32 rows of 32k, 169.6 and 269.7 (168.4 and 259.8).
 """
 
 import functools
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels import index_topk
-from compiled_dsa.custom_ops.kernels.common import prefetch, refuses_dtype
+from compiled_dsa.custom_ops.kernels.common import refuses_dtype
 from compiled_dsa.custom_ops.kernels.select import DIRECT_SCORES
 from compiled_dsa.custom_ops.layout import PAGE
 from compiled_dsa.custom_ops.select_and_absorb import absorb
@@ -43,9 +43,17 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @triton.jit
 def _prefetch_lines(start, lines, LINES: tl.constexpr):
-    """Lines of memory from ``start`` (uint8) on into L2."""
+    """Lines of memory from ``start`` (uint8) on into L2. Not in the interpreter."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    prefetch(start + tl.minimum(line, lines - 1).to(tl.int64) * _LINE)
+    address = start + tl.minimum(line, lines - 1).to(tl.int64) * _LINE
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [address.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 def prefetch_tensor(tensor: Tensor) -> None:
