@@ -410,4 +410,4 @@ def test_peak_scratch_of_flash_mla(dtype):
 
 def test_libraries_come_after_triton():
     for op in OPS.values():
-        assert not op.providers or list(op.providers)[0] == "triton"
+        assert list(op.providers)[0] == "triton"
