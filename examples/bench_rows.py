@@ -31,8 +31,10 @@ def angles(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def work(op: str, providers: list[str], moved: float, make: Callable[[], tuple], flop: float = 0.0) -> Work:
+    """Also by the reference where that is a library's product."""
     inputs = [make() for _ in range(cases.rotations(moved))]
-    runs, not_run = cases.by_provider(op, inputs, providers)
+    library = ["reference"] if OPS[op].library else []
+    runs, not_run = cases.by_provider(op, inputs, [*(providers or OPS[op].providers), *library])
     return Work(runs, inputs, moved, (flop, 0.0), not_run=not_run)
 
 
@@ -83,7 +85,7 @@ def unabsorb(providers: list[str], model: str, rows: int) -> Work:
     def make() -> tuple:
         return bf16(H, rows, L).transpose(0, 1), bf16(H, N + V, L)[:, N:], bf16(rows, H, V)
 
-    made = work("unabsorb", [*providers, "reference"] if providers else ["triton", "reference"], moved, make, flop)
+    made = work("unabsorb", providers, moved, make, flop)
     made.runs["torch.bmm and a copy alone"] = lambda args: args[2].copy_(
         torch.bmm(args[0].transpose(0, 1), args[1].transpose(1, 2)).transpose(0, 1)
     )
@@ -119,9 +121,7 @@ def skinny_linear(providers: list[str], model: str, rows: int) -> Work:
     def make() -> tuple:
         return bf16(rows, K), bf16(N, K), bf16(rows, N)
 
-    made = work("skinny_linear", providers, 2.0 * N * K, make, 2.0 * rows * N * K)
-    made.runs["torch.mm"] = lambda args: torch.mm(args[0], args[1].t(), out=args[2])
-    return made
+    return work("skinny_linear", providers, 2.0 * N * K, make, 2.0 * rows * N * K)
 
 
 def batch_metadata(providers: list[str]) -> Work:

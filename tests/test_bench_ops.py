@@ -25,6 +25,7 @@ def small(bench, monkeypatch):
     for name, value in {"DEVICE": "cpu", "K": 16, "rotations": lambda moved: 2, "SCRATCH_BYTES": 1 << 22}.items():
         monkeypatch.setattr(cases, name, value)
     monkeypatch.setattr(cases, "MODELS", {"deepseek_v32": (4, 8, 32, 32)})
+    monkeypatch.setattr(cases, "HIDDEN", {"deepseek_v32": 64})
     return cases
 
 
@@ -38,43 +39,33 @@ def test_cases_cover_every_op_and_can_be_selected(bench):
     assert bench.selected("nothing", quick=False) == []
 
 
+V32 = {"model": "deepseek_v32"}
+
+
 @pytest.mark.parametrize(
-    ("op", "module", "make", "sizes"),
+    ("op", "make", "sizes"),
     [
-        ("index_topk_decode", "bench_cases", "index_decode", {"model": "deepseek_v32", "batch": 2, "context": 128}),
-        ("index_topk_prefill", "bench_cases", "index_prefill", {"model": "deepseek_v32", "rows": 8, "context": 128}),
-        (
-            "sparse_mla_decode",
-            "bench_cases",
-            "attention_decode",
-            {"pool": "fp8", "heads": 4, "batch": 2, "tokens": 128},
-        ),
-        (
-            "sparse_mla_decode",
-            "bench_cases",
-            "attention_decode",
-            {"pool": "bf16", "heads": 4, "batch": 2, "tokens": 128},
-        ),
-        (
-            "mla_prefill",
-            "bench_cases",
-            "mla_prefill",
-            {"model": "deepseek_v32", "pool": "fp8", "rows": 8, "context": 128},
-        ),
-        ("mla_prefill", "bench_prefill", "first_prefill", {"model": "deepseek_v32", "rows": 16, "start": 0}),
-        ("mla_prefill", "bench_prefill", "first_prefill", {"model": "deepseek_v32", "rows": 40, "start": 0}),
-        ("store_latents", "bench_rows", "store_latents", {"rows": 4}),
-        ("store_index_keys", "bench_rows", "store_index_keys", {"rows": 4}),
-        ("store_tokens", "bench_rows", "store_tokens", {"rows": 4}),
-        ("encode_queries", "bench_rows", "encode_queries", {"model": "deepseek_v32", "rows": 4}),
-        ("unabsorb", "bench_rows", "unabsorb", {"model": "deepseek_v32", "rows": 4}),
-        ("batch_metadata", "bench_rows", "batch_metadata", {}),
+        ("index_topk_decode", "bench_cases.index_decode", {**V32, "batch": 2, "context": 128}),
+        ("index_topk_prefill", "bench_cases.index_prefill", {**V32, "rows": 8, "context": 128}),
+        ("sparse_mla_decode", "bench_cases.attention_decode", {"pool": "fp8", "heads": 4, "batch": 2, "tokens": 128}),
+        ("sparse_mla_decode", "bench_cases.attention_decode", {"pool": "bf16", "heads": 4, "batch": 2, "tokens": 128}),
+        ("mla_prefill", "bench_cases.mla_prefill", {**V32, "pool": "fp8", "rows": 8, "context": 128}),
+        ("mla_prefill", "bench_prefill.first_prefill", {**V32, "rows": 16, "start": 0}),
+        ("mla_prefill", "bench_prefill.first_prefill", {**V32, "rows": 40, "start": 0}),
+        ("store_latents", "bench_rows.store_latents", {"rows": 4}),
+        ("store_index_keys", "bench_rows.store_index_keys", {"rows": 4}),
+        ("store_tokens", "bench_rows.store_tokens", {"rows": 4}),
+        ("encode_queries", "bench_rows.encode_queries", {**V32, "rows": 4}),
+        ("select_and_absorb", "bench_rows.select_and_absorb", {**V32, "rows": 1}),
+        ("skinny_linear", "bench_rows.skinny_linear", {**V32, "rows": 4}),
+        ("unabsorb", "bench_rows.unabsorb", {**V32, "rows": 4}),
+        ("batch_metadata", "bench_rows.batch_metadata", {}),
     ],
 )
-def test_arguments_are_valid(small, op, module, make, sizes):
+def test_arguments_are_valid(small, op, make, sizes):
     """And the reference runs on them; who does not take them is recorded with a reason."""
-    where = importlib.import_module(module)
-    work = getattr(where, make)([], **sizes)
+    module, name = make.split(".")
+    work = getattr(importlib.import_module(module), name)([], **sizes)
     assert len(work.inputs) == 2 and work.limit_us > 0
     assert work.runs.keys() | work.not_run.keys() >= OPS[op].providers.keys()
     assert all(name.endswith("alone") for name in work.not_run.keys() - OPS[op].providers.keys())
