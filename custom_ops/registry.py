@@ -3,8 +3,8 @@
 An op is one schema in the ``compiled_dsa`` library, one check of its arguments, one CPU reference, and any number of
 providers: modules with ``refuses(**arguments) -> str | None`` and ``run(**arguments) -> None`` that take the op's
 arguments by the names of its schema, those with default values included. Which provider runs is either named by the
-caller (keyword ``provider=``) or the first of the op's ordered tuple that does not refuse; what was asked for by name
-is never replaced by something else.
+caller (keyword ``provider=``) or the first of the op's ordered providers that does not refuse, after which comes the
+reference of an op with ``library``; what was asked for by name is never replaced by something else.
 
 A provider whose first call builds or loads something may have a ``warmup(**arguments) -> None``, which ``Op.warmup``
 calls; inside a CUDA graph capture it raises RuntimeError where that work would be left to do.
