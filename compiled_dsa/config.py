@@ -114,6 +114,11 @@ class DSAConfig:
     def qk_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
+    @property
+    def index_scale(self) -> float:
+        """What multiplies the weights of index heads beside the scales of their queries."""
+        return self.index_n_heads**-0.5 * self.index_head_dim**-0.5
+
     @classmethod
     def from_hf(cls, config: Any, layer_idx: int = 0) -> "DSAConfig":
         """Reads layer ``layer_idx`` of a Hugging Face config, a composite one's text part; family.py lists the models.

@@ -103,11 +103,10 @@ class Indexer(nn.Module):
         if c.query_scaling:
             q = q * query_factors(self.softmax_scaling, positions, q.dtype)
         q = self._encode(q, cos.unsqueeze(1), sin.unsqueeze(1), deinterleave)
-        fold = c.index_n_heads**-0.5 * c.index_head_dim**-0.5
         if not fp8:
-            return q, self.head_weights(x, fp32=False, made=made).to(compute_dtype(x.dtype)) * fold
+            return q, self.head_weights(x, fp32=False, made=made).to(compute_dtype(x.dtype)) * c.index_scale
         q, scales = quantize_rows(q, c.index_format.scale_ue8m0)
-        return q, self.head_weights(x, fp32=True, made=made).float() * fold * scales
+        return q, self.head_weights(x, fp32=True, made=made).float() * c.index_scale * scales
 
     def store(self, keys: Tensor, batch: Batch, pool: Tensor) -> None:
         """Writes the rows' keys into the pool, in its dtype. A keys-only call is this alone."""

@@ -1,9 +1,10 @@
-"""What lies between the first GEMM of a layer and its attention, in two ops, for the layers that these know.
+"""What lies between the GEMMs of a layer before its attention, in two ops, for the layers that these know.
 
 Norms, ropes, quantisation, both stores and the weights of index heads: ten launches as plain torch after Inductor,
-whose fusions end at every reduction over columns of another kind. Layers of other kinds go on as plain torch.
+whose fusions end at every reduction over columns of another kind. Layers of other kinds go on as plain torch. In a
+decode, a third op selects beside the absorption.
 
-Legend: T rows, H heads, N nope dim, R rope dim, HI index heads, D index head dim.
+Legend: T rows, H heads, N nope dim, R rope dim, L latent dim, HI index heads, D index head dim, K top-k.
 """
 
 from typing import Any, NamedTuple
@@ -100,10 +101,9 @@ def store_and_encode(
     q_rope = x.new_empty(rope.shape)
     codes = torch.empty(index_q.shape, dtype=FP8, device=x.device)
     weights = torch.empty(head_weights.shape, dtype=torch.float32, device=x.device)
-    fold = c.index_n_heads**-0.5 * c.index_head_dim**-0.5
     encode_queries(
-        q_rope, codes, weights, rope, index_q, head_weights, cos, sin, fold, c.rope_interleaved, index.rope_interleaved,
-        index.scale_ue8m0,
+        q_rope, codes, weights, rope, index_q, head_weights, cos, sin, c.index_scale, c.rope_interleaved,
+        index.rope_interleaved, index.scale_ue8m0,
     )  # fmt: skip
     return Encoded(q_nope, q_rope, codes, weights, made)
 
