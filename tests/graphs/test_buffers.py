@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from compiled_dsa.graphs import buffers
 from compiled_dsa.graphs.buffers import Call, CaptureError, StaticInputs
 from tests.graphs.toys import Counter
 
@@ -47,10 +48,12 @@ def test_another_structure_is_refused():
         inputs.fill(make_call(more=1))
 
 
-def test_what_a_smaller_call_leaves_of_a_buffer_holds_the_idle_values():
+def test_what_a_smaller_call_leaves_of_a_buffer_holds_the_idle_values(monkeypatch):
+    """Of shapes whose views are new, kept, and made again after they were dropped."""
+    monkeypatch.setattr(buffers, "_SHAPES_KEPT", 3)
     idle = Call((torch.full((4, 5, 2), -1.0),), {})
     inputs = StaticInputs(idle)
-    for shape in ((4, 5, 2), (2, 5, 2), (3, 2, 1), (0, 5, 2), (1, 1, 2)):
+    for shape in ((4, 5, 2), (2, 5, 2), (4, 5, 2), (3, 2, 1), (0, 5, 2), (1, 1, 2), (2, 5, 2), (1, 1, 2)):
         given = torch.rand(shape)
         inputs.fill(Call((given,), {}))
         (held,), _ = inputs.arguments(idle)
