@@ -187,26 +187,29 @@ def test_functional_call():
     assert_close(outputs(layer), want, 0)
 
 
-def test_hooks_are_called():
+@pytest.mark.parametrize("name", ["indexer.wk", "o_proj"])
+def test_hooks_are_called(name):
     layer = pack_projections(make_layer())
-    seen = []
-    handle = layer.indexer.wk.register_forward_hook(lambda module, args, output: seen.append(output) or output * 2)
+    linear, seen = layer.get_submodule(name), []
+    handle = linear.register_forward_hook(lambda module, args, output: seen.append(output) or output * 2)
     changed = outputs(layer)
     assert len(seen) == 3
     handle.remove()
-    layer.indexer.wk.weight.mul_(2)
+    linear.weight.mul_(2)
     assert_close(outputs(layer), changed)
     assert len(seen) == 3
 
 
-def test_wrapped_forwards_are_called():
+@pytest.mark.parametrize("name", ["indexer.wk", "o_proj"])
+def test_wrapped_forwards_are_called(name):
     """As accelerate wraps them, of an instance."""
     layer = pack_projections(make_layer())
-    forward = layer.indexer.wk.forward
-    layer.indexer.wk.forward = lambda x: forward(x) * 2
+    linear = layer.get_submodule(name)
+    forward = linear.forward
+    linear.forward = lambda x: forward(x) * 2
     changed = outputs(layer)
-    del layer.indexer.wk.forward
-    layer.indexer.wk.weight.mul_(2)
+    del linear.forward
+    linear.weight.mul_(2)
     assert_close(outputs(layer), changed)
 
 
