@@ -10,6 +10,7 @@ import torch
 from compiled_dsa.custom_ops import OPS
 
 ORIGIN = {"versions": {"torch": "2.11.0"}, "commit": "abc", "date": "2026-11-30"}
+V32 = {"model": "deepseek_v32"}
 
 
 @pytest.fixture
@@ -37,9 +38,6 @@ def test_cases_cover_every_op_and_can_be_selected(bench):
     some = bench.selected("store_latents,heads=16", quick=False)
     assert {case.op for case in some} == {"store_latents", "sparse_mla_decode"} and len(some) == 7
     assert bench.selected("nothing", quick=False) == []
-
-
-V32 = {"model": "deepseek_v32"}
 
 
 @pytest.mark.parametrize(
