@@ -104,6 +104,18 @@ def test_angles_that_a_layer_without_rope_ignores(calls):
     assert len(calls) == 1
 
 
+def test_output_weights_that_are_elsewhere_until_the_call(calls):
+    """As accelerate offloads them: a parameter on meta, a wrapped forward. The selection hints at it and still runs."""
+    layer = make_layer("deepseek_v32")
+    want, _ = serve(layer)
+    weight = layer.o_proj.weight
+    layer.o_proj.weight = torch.nn.Parameter(weight.to("meta"), requires_grad=False)
+    layer.o_proj.forward = lambda x: torch.nn.functional.linear(x, weight)
+    got, _ = serve(layer)
+    assert len(calls) == 6
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(got, want, strict=True))
+
+
 def test_norms_of_another_kind_are_called(calls):
     class Doubled(torch.nn.Module):
         def __init__(self, norm):
