@@ -47,11 +47,13 @@ def _known(c: DSAConfig) -> bool:
     return plain and unscaled and indexed
 
 
-def fuses(layer: Any, x: Tensor, cos: Tensor, pools: LayerPools) -> bool:
+def fuses(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, pools: LayerPools) -> bool:
     """Do the ops serve a call? Its pools must be such that they write, and its norms of the kinds that they know."""
     if not _known(layer.dsa_config) or pools.index_keys is None or pools.index_keys.dtype != torch.uint8:
         return False
     if 2 * cos.shape[-1] != layer.dsa_config.qk_rope_head_dim:  # angles of other layers, in a layer without rope
+        return False
+    if cos.shape[-1] > 1 and (cos.stride(-1), sin.stride(-1)) != (1, 1):  # as of every other one of R: kernels refuse
         return False
     q, kv, k = layer.q_a_layernorm, layer.kv_a_layernorm, layer.indexer.k_norm
     eps = _rms_eps(q)
