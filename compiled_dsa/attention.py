@@ -297,7 +297,7 @@ class SparseAttention(PackedProjections):
             raise ValueError("positions_out is given to a layer without an indexer, or along with selected")
         positions = batch.positions if positions is None else positions
         scores = self.indexer is not None and selected is None and not batch.skip_scores
-        if selected is None and prologue.fuses(self, x, cos, pools):
+        if selected is None and prologue.fuses(self, x, cos, sin, pools):
             return self._fused(x, cos, sin, batch, pools, positions_out, scores=scores)
         p = self.project(x, cos, sin, positions, scores=scores, fp8=scores and pools.index_keys.dtype == torch.uint8)
         if p.latents is not None:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from compiled_dsa.custom_ops.skinny_linear import skinny_linear
 
@@ -241,7 +242,8 @@ def product(owner: Any, name: str, x: Tensor, made: dict[str, Tensor] | None) ->
 
 def unhooked(module: nn.Module) -> bool:
     """Does a call run the forward of its class alone? accelerate and tensor-parallel plans wrap that of an instance."""
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    of_all = _global_forward_hooks or _global_forward_pre_hooks
+    return not (of_all or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _is_plain(linear: Any) -> bool:

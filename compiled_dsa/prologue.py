@@ -48,11 +48,13 @@ def _known(c: DSAConfig) -> bool:
     return plain and unscaled and indexed
 
 
-def fuses(layer: Any, x: Tensor, cos: Tensor, pools: LayerPools) -> bool:
+def fuses(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, pools: LayerPools) -> bool:
     """Do the ops serve a call? Its pools must be such that they write, and its norms of the kinds that they know."""
     if not _known(layer.dsa_config) or pools.index_keys is None or pools.index_keys.dtype != torch.uint8:
         return False
     if 2 * cos.shape[-1] != layer.dsa_config.qk_rope_head_dim:  # angles of other layers, in a layer without rope
+        return False
+    if cos.shape[-1] > 1 and (cos.stride(-1), sin.stride(-1)) != (1, 1):  # as of every other one of R: kernels refuse
         return False
     q, kv, k = layer.q_a_layernorm, layer.kv_a_layernorm, layer.indexer.k_norm
     eps = _rms_eps(q)
@@ -117,9 +119,9 @@ def select_and_absorb_queries(
     kv_b = up_projection(layer.kv_b_proj, N + c.v_head_dim, e.q_nope.dtype)
     topk = torch.empty(T, c.index_topk, dtype=torch.int32, device=e.q_nope.device)
     q_latent = e.q_nope.new_empty(H, T, c.kv_lora_rank).transpose(0, 1)
-    ahead = [kv_b]
-    if type(layer.o_proj) is nn.Linear and type(layer.o_proj.weight.data) is Tensor:
-        ahead.append(layer.o_proj.weight)
+    ahead, o_proj = [kv_b], layer.o_proj
+    if type(o_proj) is nn.Linear and type(o_proj.weight.data) is Tensor and o_proj.weight.device == kv_b.device:
+        ahead.append(o_proj.weight)
     where = (pools.index_keys, batch.page_table, batch.req_of_row, batch.visible)
     absorption = (e.q_nope, kv_b[:, :N], q_latent, ahead)
     options = (positions_out, c.index_init_tokens, c.index_local_tokens)

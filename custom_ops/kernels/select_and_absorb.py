@@ -7,6 +7,7 @@ streams (144.9 and 188.0 on one); for 1 row of 64k keys and 32 rows of 32k, 169.
 """
 
 import functools
+import threading
 
 import torch
 import triton
@@ -37,7 +38,8 @@ def refuses(
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, _thread: int) -> torch.cuda.Stream:
+    """One a thread: work of another one must not end up in a graph that this one captures."""
     return torch.cuda.Stream(device)
 
 
@@ -76,7 +78,7 @@ def run(
         select()
         absorb(q_nope, w_uk, q_latent)
         return
-    caller, side = torch.cuda.current_stream(), _side_stream(q.device)
+    caller, side = torch.cuda.current_stream(), _side_stream(q.device, threading.get_ident())
     side.wait_stream(caller)
     with torch.cuda.stream(side):
         select()

@@ -200,6 +200,17 @@ def test_hooks_are_called(name):
     assert len(seen) == 3
 
 
+def test_hooks_of_all_modules_are_called():
+    layer = pack_projections(make_layer())
+    want, seen = outputs(layer), set()
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.add(module) or None)
+    try:
+        assert_close(outputs(layer), want)
+    finally:
+        handle.remove()
+    assert {layer.o_proj, layer.q_a_proj, layer.q_b_proj, layer.indexer.wq_b} <= seen
+
+
 @pytest.mark.parametrize("name", ["indexer.wk", "o_proj"])
 def test_wrapped_forwards_are_called(name):
     """As accelerate wraps them, of an instance."""

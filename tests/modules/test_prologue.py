@@ -104,6 +104,32 @@ def test_angles_that_a_layer_without_rope_ignores(calls):
     assert len(calls) == 1
 
 
+def test_output_weights_that_are_elsewhere_until_the_call(calls):
+    """As accelerate offloads them: a parameter on meta, a wrapped forward. The selection hints at it and still runs."""
+    layer = make_layer("deepseek_v32")
+    want, _ = serve(layer)
+    weight = layer.o_proj.weight
+    layer.o_proj.weight = torch.nn.Parameter(weight.to("meta"), requires_grad=False)
+    layer.o_proj.forward = lambda x: torch.nn.functional.linear(x, weight)
+    got, _ = serve(layer)
+    assert len(calls) == 6
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(got, want, strict=True))
+
+
+def test_angles_that_lie_apart(calls):
+    """One of every two columns: no kernel reads them so."""
+    layer = make_layer("deepseek_v32")
+    outputs = []
+    for apart in (False, True):
+        serving = Serving.of([layer], [torch.ones(20, 64).cumsum(0) / 20], None, FP8)
+        x, cos, sin, batch = serving.inputs([20])
+        if apart:
+            cos = cos.repeat_interleave(2, 1)[:, ::2]
+        with torch.no_grad():
+            outputs.append(layer(x, cos, sin, batch, serving.pool.layers[0])[0])
+    assert torch.equal(*outputs) and len(calls) == 1
+
+
 def test_norms_of_another_kind_are_called(calls):
     class Doubled(torch.nn.Module):
         def __init__(self, norm):

@@ -113,6 +113,13 @@ def test_what_was_asked_for_is_never_replaced(name):
         OPS[name].overload(*double, provider="triton")
 
 
+def test_tensors_of_lists_share_the_device_too():
+    """With one on meta, torch would call the fake, which computes nothing."""
+    args = arguments("select_and_absorb", 2, "cpu", fp8=False)
+    with pytest.raises(ValueError, match="ahead is on meta, other arguments on cpu"):
+        OPS["select_and_absorb"].overload(*args[:11], [*args[11], torch.empty(4, device="meta")])
+
+
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("T", [0, 1, 7])
 @pytest.mark.parametrize(("fp8", "topk"), [(False, True), (True, True), (True, False)])
