@@ -252,7 +252,7 @@ def write_scores(
         FP8=fp8,
         PRECISION=dot_precision(q.dtype),
         STAGES=None if exact or prefill else STAGES,
-        EARLY=dependent_launch(q.device),
+        EARLY=dependent_launch(q.device),  # it lets others start early, and does not itself: they read lengths at once
         FORCED=init_tokens + local_tokens > 0,
         ZEROED=0 if zeroed is None else zeroed.shape[1],
         num_warps=4,

@@ -34,8 +34,6 @@ def check(args, provider):
 
 @pytest.mark.parametrize("rows", [0, 1, 16, 17])
 def test_both_parts(backend, rows):
-    if backend.library:
-        pytest.skip("libraries only select")
     args = arguments(rows, backend.device)
     backend("select_and_absorb", *args)
     check(args, backend.provider)
