@@ -44,25 +44,34 @@ def _side_stream(device: torch.device, _thread: int) -> torch.cuda.Stream:
 
 
 @triton.jit
-def _prefetch_lines(start, lines, LINES: tl.constexpr):
-    """Lines of memory from ``start`` (uint8) on into L2. Not in the interpreter."""
+def _prefetch_lines(first, first_lines, second, second_lines, LINES: tl.constexpr):
+    """Lines of two pieces of memory (uint8) into L2. Not in the interpreter."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    address = start + tl.minimum(line, lines - 1).to(tl.int64) * _LINE
+    end = tl.cdiv(first_lines, LINES) * LINES  # of the programs of the first piece
+    start = tl.where(line < end, first.to(tl.int64), second.to(tl.int64))
+    line = tl.where(line < end, tl.minimum(line, first_lines - 1), tl.minimum(line - end, second_lines - 1))
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
         "=r,l",
-        [address.to(tl.int64)],
+        [start + line.to(tl.int64) * _LINE],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
 
 
-def prefetch_tensor(tensor: Tensor) -> None:
-    """The first ``AHEAD_BYTES`` of a contiguous tensor into L2."""
-    lines = min(tensor.nbytes, AHEAD_BYTES) // _LINE.value
-    if lines and tensor.is_contiguous():
-        _prefetch_lines[(triton.cdiv(lines, _LINES),)](tensor.view(torch.uint8), lines, LINES=_LINES)
+def prefetch(tensors: list[Tensor]) -> None:
+    """The first ``AHEAD_BYTES`` of each contiguous tensor into L2, those of two tensors by one launch."""
+    pieces = [
+        (tensor.view(torch.uint8), min(tensor.nbytes, AHEAD_BYTES) // _LINE.value)
+        for tensor in tensors
+        if tensor.is_contiguous() and tensor.nbytes >= _LINE.value
+    ]
+    for i in range(0, len(pieces), 2):
+        first, lines = pieces[i]
+        second, more = pieces[i + 1] if i + 1 < len(pieces) else (first, 0)
+        programs = triton.cdiv(lines, _LINES) + triton.cdiv(more, _LINES)
+        _prefetch_lines[(programs,)](first, lines, second, more, LINES=_LINES)
 
 
 def run(
@@ -83,6 +92,5 @@ def run(
     with torch.cuda.stream(side):
         select()
     absorb(q_nope, w_uk, q_latent)
-    for tensor in ahead:
-        prefetch_tensor(tensor)
+    prefetch(ahead)
     caller.wait_stream(side)

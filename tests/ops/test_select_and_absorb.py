@@ -20,7 +20,8 @@ def arguments(rows, device, columns=3):
     kv_b = torch.randn(H, N + 8, L, device=device)
     q_latent = poisoned(H, rows, L, dtype=torch.float32, device=device).transpose(0, 1)
     topk, positions = (poisoned(rows, K, dtype=torch.int32, device=device) for _ in range(2))
-    return [q, weights, pool, *data, topk, True, q_nope, kv_b[:, :N], q_latent, [kv_b, kv_b[:, :, 1:]], positions, 2, 3]
+    ahead = [kv_b, kv_b[:, :, 1:], kv_b.clone(), kv_b.clone()]  # one is not contiguous
+    return [q, weights, pool, *data, topk, True, q_nope, kv_b[:, :N], q_latent, ahead, positions, 2, 3]
 
 
 def check(args, provider):
