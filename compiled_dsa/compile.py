@@ -63,9 +63,10 @@ def compile_model(
     takes a ``Batch`` and the ``PagePool``, is padded to ``batch_sizes`` too. Of its other arguments and outputs,
     tensors with as many entries in dim 0 as the batch has rows (or else requests) are padded and cropped likewise.
     Forwards without a ``PagedCache`` or a ``Batch``, and prefills beyond the largest size, run without a graph.
-    A replay does not look at flags of modules that a trace depends on (``model.train()``): set them before. LoRA
-    adapters may be trained on between forwards, but not added, switched or disabled: that is a ValueError where there
-    are graphs. Call a model that has graphs from one thread and one stream.
+    A replay does not look at flags of modules that a trace depends on (``model.train()``): set them before. Adapters of
+    peft may be trained on between forwards, whatever modules they are on; once they were added, removed, switched,
+    disabled, merged or scaled, a forward that graphs would serve is a ValueError. Call a model that has graphs from one
+    thread and one stream.
 
     Args:
         model: a model after ``replace_attention``, or any module. Move, cast and copy it before: CUDA graphs read the
@@ -224,7 +225,7 @@ class _Forwards:
         except NoBucket as reason:
             return self._uncaptured(str(reason), args, kwargs)
         runner = self.runners[kind]
-        self.refuse_other_adapters()
+        self._refuse_other_adapters()
         try:
             return runner.rerun(step) if self._rerun else runner(step)
         except CaptureError as error:
@@ -236,14 +237,15 @@ class _Forwards:
             unpad(args, kwargs)
             return self._uncaptured(str(error), args, kwargs)
 
-    def refuse_other_adapters(self) -> None:
-        """Raises ValueError when LoRA adapters are not those of the first call: replays would run the old ones."""
+    def _refuse_other_adapters(self) -> None:
+        """Raises ValueError when adapters are not those of the first captured forward, which replays would run."""
         if self._adapters is None:
-            self._adapters = AdapterWatch(getattr(self._model, "dsa_layers", ()))
+            self._adapters = AdapterWatch(self._model)
         elif self._adapters.changed():
             raise ValueError(
-                "adapters were added, removed, switched, disabled or merged after forwards were captured; CUDA graphs "
-                "replay the old ones. Change them before compile_model, or use graphs='off'"
+                "adapters were added, removed, switched, disabled, merged or scaled after forwards were captured; CUDA "
+                "graphs replay the old ones. Change them before the first forward, change them back, or use "
+                "graphs='off'"
             )
 
     @contextmanager

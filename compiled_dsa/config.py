@@ -1,13 +1,14 @@
 """What one layer of DeepSeek Sparse Attention computes, read from a Hugging Face config."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compiled_dsa.custom_ops.index_topk import check_forced
 from compiled_dsa.family import model_spec
 
 OUTPUT_GATES = (None, "query", "value", "head")
+OPTIONS = ("deterministic", "scratch_bytes", "index_init_tokens", "index_local_tokens")  # which no weights depend on
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,12 @@ class DSAConfig:
     def __post_init__(self):
         if self.index_k_norm not in ("layer", "rms"):
             raise ValueError(f"index_k_norm={self.index_k_norm!r}; it must be 'layer' or 'rms'")
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"deterministic={self.deterministic!r}; it must be True or False")
+        for name, least in (("scratch_bytes", 1), ("index_init_tokens", 0), ("index_local_tokens", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name}={value!r}; it must be an integer of at least {least}")
         check_forced(self.index_init_tokens, self.index_local_tokens, self.index_topk)
         if self.output_gate not in OUTPUT_GATES:
             raise ValueError(
@@ -118,6 +125,17 @@ class DSAConfig:
     def index_scale(self) -> float:
         """What multiplies the weights of index heads beside the scales of their queries."""
         return self.index_n_heads**-0.5 * self.index_head_dim**-0.5
+
+    def with_options(self, **options: Any) -> "DSAConfig":
+        """A copy with other values of fields in ``OPTIONS``, those that a checkpoint leaves open.
+
+        Raises:
+            ValueError: another field, or a value that is not allowed.
+        """
+        for name, value in options.items():
+            if name not in OPTIONS:
+                raise ValueError(f"{name}={value!r} is no option; there are {', '.join(OPTIONS)}")
+        return replace(self, **options)
 
     @classmethod
     def from_hf(cls, config: Any, layer_idx: int = 0) -> "DSAConfig":

@@ -11,7 +11,9 @@ is imported:
 Legend: H heads of this rank, N nope dim, V value dim, L latent dim.
 """
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -192,23 +194,46 @@ def _version(tensor: Tensor) -> object:
 
 
 class AdapterWatch:
-    """Notices that adapters were added, removed, switched, disabled or merged, by looking at some layers only.
+    """Notices that adapters anywhere in a model are not those that it had when this was made.
 
-    peft changes all layers at once, and a look at each would cost more than a decode step has time for.
+    Adapters may be on any modules, and single ones may be switched: so the flags of all are compared. A module that
+    gets its first adapter has no flags yet: another takes its place. So the children of all modules are compared too,
+    as dicts and not in Python, and only when some have changed a walk over the modules tells whether adapters have.
+    Without adapters that is 0.05 ms a step of 61 layers, with 548 of them 0.7, on two slow cores; ``hold_weight`` takes
+    7 where they are on every ``kv_b_proj``. (torch's hook for assigned modules would count these for nothing, but
+    traced code is guarded on that hook.)
     """
 
-    def __init__(self, layers: Iterable[nn.Module]):
-        layers = list(layers)
-        self._layers = layers[:1] + layers[1:][-1:]
-        self._before = self._flags()
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._parts = self._parts_now()
+        self._look_at_children()
+        self._flags = [(m, _flag_reader(m)) for m in self._parts if _is_switchable(m)]
+        self._before = [tuple(copy.copy(flag) for flag in read(m)) for m, read in self._flags]  # they change in place
 
     def changed(self) -> bool:
-        """Since this was made?"""
-        return self._flags() != self._before
+        """Were adapters added, removed, switched, disabled, merged or scaled since, and not changed back?"""
+        if self._children != self._children_before:
+            if self._parts_now() != self._parts:
+                return True
+            self._look_at_children()  # others than adapters
+        return [read(m) for m, read in self._flags] != self._before
 
-    def _flags(self) -> list:
-        children: list[Any] = [m for layer in self._layers for m in layer.children()]
-        return [
-            (id(m), tuple(m.active_adapters), m.disable_adapters, tuple(m.merged_adapters)) if is_adapted(m) else id(m)
-            for m in children
-        ]
+    def _look_at_children(self) -> None:
+        # the modules' own dicts, but for empty ones: adapters replace modules, or join others in the dicts of a layer
+        self._children = [m._modules for m in self._model.modules() if m._modules]
+        self._children_before = [dict(children) for children in self._children]
+
+    def _parts_now(self) -> list[nn.Module]:
+        """Adapted modules and what they consist of: an adapter that is removed and added again has others."""
+        return [part for m in self._model.modules() if _is_switchable(m) for part in m.modules()]
+
+
+def _is_switchable(module: nn.Module) -> bool:
+    """Is it a layer of peft's, LoRA or not, or its wrapper of modules that are trained whole?"""
+    return isinstance(getattr(module, "disable_adapters", None), bool)  # of whole models it is a method
+
+
+def _flag_reader(module: nn.Module) -> Callable[[nn.Module], tuple]:
+    names = "active_adapter", "disable_adapters", "merged_adapters", "scaling"
+    return attrgetter(*(name for name in names if hasattr(module, name)))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from compiled_dsa.config import DSAConfig
 from compiled_dsa.family import model_spec
 from compiled_dsa.huggingface import masks
-from compiled_dsa.huggingface.attention import AttentionStats, DSAAttentionMixin, convert
+from compiled_dsa.huggingface.attention import AttentionStats, DSAAttentionMixin, configure, convert
 from compiled_dsa.huggingface.cache import PagedCache
 from compiled_dsa.huggingface.selections import capture_indices, inject_indices
 from compiled_dsa.weights import hold_weight
@@ -29,7 +29,7 @@ OLDEST, NEWEST = (5, 17), (5, 23)  # releases of transformers whose calls of att
 SLIDING = "sliding_attention"  # the layer type of windows
 
 
-def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
+def replace_attention(model: PreTrainedModel, **options: int) -> PreTrainedModel:
     """Turns the attention of a transformers model into compiled_dsa's, in place, and returns the model.
 
     Parameters, their names, hooks and saved checkpoints stay as they are. The model then works with ``PagedCache``,
@@ -38,12 +38,20 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
     and are counted in ``model.dsa_stats``; with a PagedCache they are a ValueError. Layers with a sliding window
     (dots3_note) run on the ops over a PagedCache, and their own forward over any other.
 
-    A second call changes nothing. The attention implementation is written into ``model.config``: another, stock model
-    that shares this config object needs a copy of it, made before.
+    A second call changes nothing but the options that it names. The attention implementation is written into
+    ``model.config``: another, stock model that shares this config object needs a copy of it, made before.
+
+    Args:
+        options: what a checkpoint leaves open, for every layer and its indexer (``DSAConfig`` says more):
+            ``deterministic``: top-k prefers the lowest position among equal scores and replays bitwise.
+            ``scratch_bytes``: bound on the temporary memory of each prefill op, 512 MiB by default.
+            ``index_init_tokens``, ``index_local_tokens``: the first and the last so many tokens that are always
+            selected, by default as ``model.config`` says.
 
     Raises:
-        ValueError: the model is none of those in family.py (the message says why), or the release of transformers is
-            not one of 5.17 to 5.23. The model is unchanged.
+        ValueError: the model is none of those in family.py (the message says why), the release of transformers is not
+            one of 5.17 to 5.23, an option is unknown or has a value that is not allowed, or the model is compiled and
+            options are given. The model is unchanged.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a {type(model).__name__}; it must be a transformers PreTrainedModel")
@@ -54,20 +62,25 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
             f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
         )
     config = model.config.get_text_config(decoder=True)
-    DSAConfig.from_hf(config)
-    if hasattr(model, "dsa_stats"):
-        return model
+    DSAConfig.from_hf(config).with_options(**options)
+    if options and hasattr(model, "graph_stats"):
+        raise ValueError(f"the model is compiled; {', '.join(options)} must be given before compile_model")
     spec = model_spec(config)
     modules = [m for m in model.modules() if type(m).__name__ == spec.attention]
     converted = [m for m in model.modules() if isinstance(m, DSAAttentionMixin)]  # of a part replaced before
     if not modules and not converted:
         raise ValueError(f"model has no {spec.attention}; replace_attention takes the whole model or its base model")
-    for module in modules:  # all read before any is changed
-        DSAConfig.from_hf(config, module.layer_idx)
+    # all configs are read before any module is changed
+    changed = [(layer, layer.dsa_config.with_options(**options)) for layer in converted]
+    new = [(module, DSAConfig.from_hf(config, module.layer_idx).with_options(**options)) for module in modules]
+    for layer, dsa_config in changed:
+        configure(layer, dsa_config)
+    if hasattr(model, "dsa_stats"):
+        return model
     masks.register()
     model.dsa_stats = converted[0].dsa_stats if converted else AttentionStats()
-    for module in modules:
-        convert(module, config, spec.passes_selection, model.dsa_stats)
+    for module, dsa_config in new:
+        convert(module, dsa_config, spec.passes_selection, model.dsa_stats)
     model.dsa_layers = [m for m in model.modules() if isinstance(m, DSAAttentionMixin)]
     parts = [name for name in model.config.sub_configs if getattr(model.config, name) is config]  # vision stays stock
     model.set_attn_implementation(dict.fromkeys(parts, masks.IMPLEMENTATION) if parts else masks.IMPLEMENTATION)

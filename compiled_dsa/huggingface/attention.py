@@ -271,16 +271,22 @@ def _new_converted(make_class, *args) -> nn.Module:
     return cls.__new__(cls)
 
 
-def convert(module: Any, config: Any, returns_topk: bool, stats: AttentionStats) -> None:
+def convert(module: Any, dsa_config: DSAConfig, returns_topk: bool, stats: AttentionStats) -> None:
     """Turns a transformers attention module into ours: same parameters, names and hooks, another class."""
-    dsa_config = DSAConfig.from_hf(config, module.layer_idx)
     stock: type[nn.Module] = type(module)
     module.__class__ = converted_class(stock, returns_topk)  # type: ignore[arg-type]
-    module.dsa_config, module.dsa_stats = dsa_config, stats
+    module.dsa_stats = stats
     if "forward" in vars(module) and getattr(module, "_is_hooked", False):
         # a tensor-parallel plan that wraps the stock forward, to hand it local parameters; ours asks for them itself
         module.stock_forward = vars(module).pop("forward")
     if module.indexer is not None:
         stock_indexer: type[nn.Module] = type(module.indexer)
         module.indexer.__class__ = converted_indexer_class(stock_indexer)  # type: ignore[arg-type]
-        module.indexer.dsa_config = dsa_config
+    configure(module, dsa_config)
+
+
+def configure(layer: DSAAttentionMixin, dsa_config: DSAConfig) -> None:
+    """Gives a converted layer, and its indexer, their config."""
+    layer.dsa_config = dsa_config
+    if layer.indexer is not None:
+        layer.indexer.dsa_config = dsa_config

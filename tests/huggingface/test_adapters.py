@@ -8,7 +8,7 @@ from torch import nn
 
 from compiled_dsa import compile_model
 from compiled_dsa.huggingface import PagedCache, replace_attention
-from compiled_dsa.weights import FP8, AdapterWatch, effective_weight
+from compiled_dsa.weights import FP8, effective_weight
 from tests.huggingface.tiny_models import CACHES, Pair, assert_same_tokens, prompt, tiny_model
 
 peft = pytest.importorskip("peft")
@@ -159,35 +159,3 @@ def test_more_than_an_added_matrix_on_kv_b_proj(kind):
         assert pair.ours.dsa_stats.stock_calls == {"kv_b_proj": 3}
         with pytest.raises(ValueError, match="kv_b_proj: .* merge the adapter"):
             pair.ours(prompt(2, 24), past_key_values=PagedCache(pair.config, 2, 32))
-
-
-def test_graphs_refuse_other_adapters():
-    """Asked before each replay."""
-    pair = small()
-    forwards = compile_model(pair.ours, backend="eager").end_warm_up.__self__
-    forwards.refuse_other_adapters()
-    with torch.no_grad():
-        pair.ours.model.layers[0].self_attn.kv_b_proj.lora_A["first"].weight.mul_(2)
-    forwards.refuse_other_adapters()
-    pair.ours.disable_adapters()
-    with pytest.raises(ValueError, match="adapters were added, .* graphs='off'"):
-        forwards.refuse_other_adapters()
-
-
-def test_a_watch_notices_changes():
-    pair = adapted_pair("deepseek_v32", ["q_b_proj"])
-    model = pair.ours
-    watch = AdapterWatch(model.dsa_layers)
-    model(prompt(1, 20))
-    assert not watch.changed()
-    for change, undo in (
-        (model.disable_adapters, model.enable_adapters),
-        (lambda: add_adapter(model, "second", ["q_b_proj"]), lambda: model.set_adapter("first")),
-    ):
-        change()
-        assert watch.changed()
-        undo()
-        assert not watch.changed()
-    add_adapter(model, "third", ["o_proj"])
-    model.set_adapter("first")
-    assert watch.changed()
