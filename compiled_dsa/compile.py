@@ -19,6 +19,7 @@ from compiled_dsa.graphs.piecewise import Pieces, piecewise_backend
 from compiled_dsa.graphs.report import reporting
 from compiled_dsa.graphs.runner import GraphMemory, GraphRunner, RunnerStats
 from compiled_dsa.graphs.torch_compat import cause_of_failed_compile, compile_whole
+from compiled_dsa.graphs.unsafe import refusing_backend
 from compiled_dsa.packing import PackedProjections, pack_projections
 from compiled_dsa.steps import NoBucket, Planner, unpad, variant, with_dynamic_tokens
 from compiled_dsa.weights import AdapterWatch
@@ -78,6 +79,8 @@ def compile_model(
             "piecewise": the same, but cut before compiling, so that each piece is compiled by itself; without a GPU,
             compiled pieces without graphs.
             "auto": "full" for decode-shaped forwards and "breakable" for others on a GPU, else "off".
+            A forward with an op that carries torch's tag cudagraph_unsafe, but is no split op (custom_ops/capture.py),
+            cannot be captured.
         batch_sizes: requests of a ``Batch`` to which decode is padded.
         token_sizes: new tokens a row, or rows of a ``Batch``, to which prefill is padded.
         max_cache_len: longest request of a ``Batch``, which sets the width of captured page tables. None: that of the
@@ -148,7 +151,8 @@ def compile_model(
 class CompiledForward:
     """A forward compiled as one graph, each variant of it when it first occurs.
 
-    Each variant is compiled on its own: before torch 2.13 recompiles count against a fixed limit of 8.
+    Each variant is compiled on its own: before torch 2.13 recompiles count against a fixed limit of 8. One with an op
+    that is tagged ``cudagraph_unsafe`` but is no split op raises ``CaptureError`` under a capture (graphs/unsafe.py).
 
     Args:
         piecewise: compile the pieces between split ops one by one.
@@ -170,7 +174,7 @@ class CompiledForward:
         self.stats, self.pieces = CompileStats(), Pieces()
         if piecewise:
             backend = piecewise_backend(backend, self.pieces)
-        self._eager, self._backend = eager, counting_backend(self.stats, backend, before_compile)
+        self._eager, self._backend = eager, counting_backend(self.stats, refusing_backend(backend), before_compile)
         self._variants: dict[Hashable, Callable] = {}
 
     def __call__(self, *args, **kwargs) -> Any:
