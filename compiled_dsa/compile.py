@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from compiled_dsa.batch import DECODE, PREFILL
-from compiled_dsa.graphs.buckets import BATCH_SIZES, TOKEN_SIZES, Buckets
+from compiled_dsa.graphs.buckets import BATCH_SIZES, TOKEN_SIZES, Buckets, is_count
 from compiled_dsa.graphs.buffers import CaptureError, UnsupportedCallError
 from compiled_dsa.graphs.compile_stats import CompileStats, counting_backend
 from compiled_dsa.graphs.piecewise import Pieces, piecewise_backend
@@ -108,12 +108,14 @@ def compile_model(
             compiled already. Later, forwards raise ``CaptureError`` when they cannot be captured and ``graphs`` is not
             "auto" (which warns and goes on without), and ``GraphMissError`` as ``on_miss`` says.
     """
+    if not issubclass(type(model), torch.nn.Module):  # isinstance: mypy then refuses the methods added
+        raise ValueError(f"model={model!r}; it must be a torch.nn.Module")
     if graphs not in RUNTIMES:
         raise ValueError(f"graphs={graphs!r}; it must be one of {', '.join(RUNTIMES)}")
     if on_miss not in ON_MISS:
         raise ValueError(f"on_miss={on_miss!r}; it must be one of {', '.join(ON_MISS)}")
-    if max_cache_len is not None and max_cache_len < 1:
-        raise ValueError(f"max_cache_len={max_cache_len}; it must be at least 1 or None")
+    if max_cache_len is not None and not is_count(max_cache_len):
+        raise ValueError(f"max_cache_len={max_cache_len!r}; it must be an integer of at least 1 or None")
     planner = Planner(Buckets("token_sizes", token_sizes), Buckets("batch_sizes", batch_sizes), max_cache_len)
     parameter = next(model.parameters(), None)
     on_gpu = parameter is not None and parameter.is_cuda
