@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from compiled_dsa.batch import DECODE, PREFILL
-from compiled_dsa.graphs.buckets import BATCH_SIZES, TOKEN_SIZES, Buckets
+from compiled_dsa.graphs.buckets import BATCH_SIZES, TOKEN_SIZES, Buckets, is_count
 from compiled_dsa.graphs.buffers import CaptureError, UnsupportedCallError
 from compiled_dsa.graphs.compile_stats import CompileStats, counting_backend
 from compiled_dsa.graphs.piecewise import Pieces, piecewise_backend
 from compiled_dsa.graphs.report import reporting
 from compiled_dsa.graphs.runner import GraphMemory, GraphRunner, RunnerStats
 from compiled_dsa.graphs.torch_compat import cause_of_failed_compile, compile_whole
+from compiled_dsa.graphs.unsafe import refusing_backend
 from compiled_dsa.packing import PackedProjections, pack_projections
 from compiled_dsa.steps import NoBucket, Planner, unpad, variant, with_dynamic_tokens
 from compiled_dsa.weights import AdapterWatch
@@ -79,6 +80,8 @@ def compile_model(
             "piecewise": the same, but cut before compiling, so that each piece is compiled by itself; without a GPU,
             compiled pieces without graphs.
             "auto": "full" for decode-shaped forwards and "breakable" for others on a GPU, else "off".
+            A forward with an op that carries torch's tag cudagraph_unsafe, but is no split op (custom_ops/capture.py),
+            cannot be captured.
         batch_sizes: requests of a ``Batch`` to which decode is padded.
         token_sizes: new tokens a row, or rows of a ``Batch``, to which prefill is padded.
         max_cache_len: longest request of a ``Batch``, which sets the width of captured page tables. None: that of the
@@ -106,12 +109,14 @@ def compile_model(
             compiled already. Later, forwards raise ``CaptureError`` when they cannot be captured and ``graphs`` is not
             "auto" (which warns and goes on without), and ``GraphMissError`` as ``on_miss`` says.
     """
+    if not issubclass(type(model), torch.nn.Module):  # isinstance: mypy then refuses the methods added
+        raise ValueError(f"model={model!r}; it must be a torch.nn.Module")
     if graphs not in RUNTIMES:
         raise ValueError(f"graphs={graphs!r}; it must be one of {', '.join(RUNTIMES)}")
     if on_miss not in ON_MISS:
         raise ValueError(f"on_miss={on_miss!r}; it must be one of {', '.join(ON_MISS)}")
-    if max_cache_len is not None and max_cache_len < 1:
-        raise ValueError(f"max_cache_len={max_cache_len}; it must be at least 1 or None")
+    if max_cache_len is not None and not is_count(max_cache_len):
+        raise ValueError(f"max_cache_len={max_cache_len!r}; it must be an integer of at least 1 or None")
     planner = Planner(Buckets("token_sizes", token_sizes), Buckets("batch_sizes", batch_sizes), max_cache_len)
     parameter = next(model.parameters(), None)
     on_gpu = parameter is not None and parameter.is_cuda
@@ -149,7 +154,8 @@ def compile_model(
 class CompiledForward:
     """A forward compiled as one graph, each variant of it when it first occurs.
 
-    Each variant is compiled on its own: before torch 2.13 recompiles count against a fixed limit of 8.
+    Each variant is compiled on its own: before torch 2.13 recompiles count against a fixed limit of 8. One with an op
+    that is tagged ``cudagraph_unsafe`` but is no split op raises ``CaptureError`` under a capture (graphs/unsafe.py).
 
     Args:
         piecewise: compile the pieces between split ops one by one.
@@ -171,7 +177,7 @@ class CompiledForward:
         self.stats, self.pieces = CompileStats(), Pieces()
         if piecewise:
             backend = piecewise_backend(backend, self.pieces)
-        self._eager, self._backend = eager, counting_backend(self.stats, backend, before_compile)
+        self._eager, self._backend = eager, counting_backend(self.stats, refusing_backend(backend), before_compile)
         self._variants: dict[Hashable, Callable] = {}
 
     def __call__(self, *args, **kwargs) -> Any:

@@ -5,7 +5,7 @@ with few tokens a row is taken as it is, another is padded in S. A forward over 
 requests; it is padded in both.
 """
 
-from collections.abc import Container, Hashable
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -29,6 +29,15 @@ class NoBucket(Exception):
     """The forward fits no captured graph; the message says why."""
 
 
+def prefill_batch_sizes(batch_sizes: Iterable[int]) -> tuple[int, ...]:
+    """Those of ``batch_sizes``, in ascending order, that prefills are captured for: the largest and every third below.
+
+    They are few because requests cost the ops of a prefill next to nothing, but from rows a request these tell how to
+    share the loads of keys.
+    """
+    return tuple(sorted(set(batch_sizes), reverse=True)[::3][::-1])
+
+
 class Planner:
     """Finds the bucket of a forward.
 
@@ -41,9 +50,7 @@ class Planner:
 
     def __init__(self, token_sizes: Buckets, batch_sizes: Buckets, max_cache_len: int | None):
         self._tokens, self._requests = token_sizes, batch_sizes
-        # A prefill is captured for few numbers of requests: they cost its ops next to nothing, but from rows a request
-        # these tell how to share the loads of keys.
-        self._prefill_requests = Buckets("batch_sizes", batch_sizes.sizes[::-3])
+        self._prefill_requests = Buckets("batch_sizes", prefill_batch_sizes(batch_sizes.sizes))
         self._pages = None if max_cache_len is None else -(-max_cache_len // PAGE)
 
     def plan(self, args: tuple, kwargs: dict[str, Any], kinds: Container[str] = (DECODE, PREFILL)) -> tuple[str, Step]:

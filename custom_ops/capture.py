@@ -42,6 +42,7 @@ class Recorder(Protocol):
         """Ends the segment that is being captured, notes the call, and begins the next segment."""
 
 
+SPLIT_OPS: set[str] = set()  # ``library::op`` of those that call ``run_or_split``; torch's tag alone does not say so
 UNCUT = "uncut"  # a capture of whole calls: split ops are captured like others, with all padded rows
 _capture: ContextVar[Recorder | str | None] = ContextVar("capture", default=None)
 
@@ -62,6 +63,11 @@ def capturing(recorder: Recorder | str) -> Iterator[None]:
         _capture.reset(token)
 
 
+def under_capture() -> bool:
+    """True during a capture that was announced on this thread, or any other one of the current stream."""
+    return _capture.get() is not None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
 def run_or_split(call: BreakCall) -> None:
     """Runs a split op, or hands it to the capture under way.
 
@@ -69,7 +75,7 @@ def run_or_split(call: BreakCall) -> None:
         RuntimeError: the current stream is being captured by something that does not split graphs.
     """
     recorder = _capture.get()
-    if recorder is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if recorder is None and under_capture():
         raise RuntimeError(
             f"{call.name} splits graphs and cannot be captured in a CUDA graph of this kind; "
             "use compile_model(graphs='breakable'), or torch.compile's own mode='reduce-overhead'"
@@ -126,6 +132,7 @@ def split_op(
             name, implementation, mutates_args=mutates_args, schema=schema, tags=(torch.Tag.cudagraph_unsafe,)
         )
         op.register_fake(lambda *args: None)
+        SPLIT_OPS.add(name)
         return op
 
     return register

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from compiled_dsa.custom_ops.capture import BreakCall, run_or_split
+from compiled_dsa.custom_ops.capture import SPLIT_OPS, BreakCall, run_or_split
 
 LIBRARY = torch.library.Library("compiled_dsa", "DEF")
 OPS: dict[str, "Op"] = {}
@@ -180,6 +180,8 @@ def define(
     name, arguments = schema.rstrip(")").split("(", 1)
     tags = [torch.Tag.needs_fixed_stride_order] + ([torch.Tag.cudagraph_unsafe] if split else [])
     LIBRARY.define(f"{name}({arguments}, *, str? provider=None) -> ()", tags=tags)
+    if split:
+        SPLIT_OPS.add(f"compiled_dsa::{name}")
     schema_arguments = getattr(torch.ops.compiled_dsa, name).default._schema.arguments
     defaults = {a.name: a.default_value for a in schema_arguments if not a.kwarg_only}
     places = list(defaults)

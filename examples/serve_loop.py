@@ -41,6 +41,7 @@ from compiled_dsa.batch import DECODE, PREFILL
 from compiled_dsa.compile import RUNTIMES
 from compiled_dsa.custom_ops.layout import PAGE
 from compiled_dsa.huggingface.small_models import MODELS, SMALL, model_config, random_model
+from compiled_dsa.steps import prefill_batch_sizes
 
 PROMPT, NEW_TOKENS = (8, 200), (4, 40)  # shortest and longest
 MAX_LEN = PROMPT[1] + NEW_TOKENS[1]
@@ -160,8 +161,12 @@ def warm_up(model: ServedModel, pool: PagePool, token_sizes: list[int], batch_si
         for skip_scores in (True, False):
             model(ids, Batch.idle(rows, requests, pages, device, kind=kind, skip_scores=skip_scores), pool)
 
-    # Prefill is captured for the largest number of requests, whatever it is called with.
-    model.warm_up(lambda rows: run(rows, batch_sizes[0], PREFILL), token_sizes, progress=not quiet)
+    def prefill(rows: int) -> None:
+        # the fewest requests of each bucket: as many as rows would be compiled for that alone where nothing is padded
+        for requests in (batch_sizes[0], *(size + 1 for size in prefill_batch_sizes(batch_sizes)[:-1])):
+            run(rows, requests, PREFILL)
+
+    model.warm_up(prefill, token_sizes, progress=not quiet)
     model.warm_up(lambda requests: run(requests, requests, DECODE), batch_sizes, progress=not quiet)
     model.end_warm_up()
 

@@ -38,16 +38,22 @@ class ServedModel(nn.Module):
 
     def forward(self, ids: Tensor, batch: Batch, pool: PagePool) -> Tensor:
         """Logits [T, vocabulary] of the rows ``ids`` [T], whose keys are stored on the way."""
+        return self.forward_and_selections(ids, batch, pool)[0]
+
+    def forward_and_selections(self, ids: Tensor, batch: Batch, pool: PagePool) -> tuple[Tensor, list[Tensor]]:
+        """(logits, the slots int32 [T, index_topk] that each indexer selects; none where scores are skipped)."""
         base = self.model.model
         x = base.embed_tokens(ids)  # [T, hidden]
         cos, sin = base.rotary_emb(x.unsqueeze(0), batch.positions.unsqueeze(0))  # [1, T, R], the angles twice
         half = cos.shape[-1] // 2
         cos, sin = cos[0, :, :half], sin[0, :, :half]
-        topk = None
+        topk, selections = None, []
         for layer, pools in zip(base.layers, pool.layers):
             attended, topk = SparseAttention.forward(
                 layer.self_attn, layer.input_layernorm(x), cos, sin, batch, pools, topk
             )
+            if topk is not None and layer.self_attn.indexer is not None:
+                selections.append(topk)
             x = x + attended
             x = x + layer.mlp(layer.post_attention_layernorm(x).unsqueeze(0)).squeeze(0)
-        return self.model.lm_head(base.norm(x))
+        return self.model.lm_head(base.norm(x)), selections

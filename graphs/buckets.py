@@ -9,6 +9,11 @@ TOKEN_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 204
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
 
+def is_count(value: object) -> bool:
+    """True for an integer of at least 1; a flag is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 class Buckets:
     """Sizes in ascending order.
 
@@ -20,9 +25,11 @@ class Buckets:
     """
 
     def __init__(self, name: str, sizes: Iterable[int]):
-        self.sizes = tuple(sorted(set(sizes)))
-        if not self.sizes or not all(isinstance(size, int) and size >= 1 for size in self.sizes):
-            raise ValueError(f"{name}={self.sizes}; it must be integers of at least 1, at least one of them")
+        given = tuple(sizes) if isinstance(sizes, Iterable) else ()
+        if not given or not all(is_count(size) for size in given):
+            shown = given or repr(sizes)
+            raise ValueError(f"{name}={shown}; it must be integers of at least 1, at least one of them")
+        self.sizes = tuple(sorted(set(given)))
 
     @property
     def largest(self) -> int:

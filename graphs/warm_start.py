@@ -28,7 +28,7 @@ def save_compiled(folder: str | os.PathLike) -> dict[str, int]:
         Number of artifacts by kind.
 
     Raises:
-        ValueError: nothing that can be kept was compiled in this process.
+        ValueError: nothing that can be kept was compiled in this process, or ``folder`` is a file.
     """
     saved = torch.compiler.save_cache_artifacts()
     if saved is None:
@@ -38,7 +38,10 @@ def save_compiled(folder: str | os.PathLike) -> dict[str, int]:
         )
     content, info = saved
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"folder={str(folder)!r}; it must be a folder, {error.filename} is a file") from None
     about = {"made_with": _made_with(), "sha256": hashlib.sha256(content).hexdigest()}
     _replace(folder / ARTIFACTS, content)
     _replace(folder / MADE_WITH, json.dumps(about, indent=2).encode())
@@ -60,19 +63,22 @@ def load_compiled(folder: str | os.PathLike) -> dict[str, int]:
     """
     folder = Path(folder)
     try:
-        about = json.loads((folder / MADE_WITH).read_text())
+        about = (folder / MADE_WITH).read_bytes()
         content = (folder / ARTIFACTS).read_bytes()
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"folder={str(folder)!r}; save_compiled wrote nothing there ({error.filename})") from None
-    here = _made_with()
+    try:
+        made_with, sha256 = _read(about)
+    except ValueError as error:
+        raise ValueError(f"folder={str(folder)!r}; {MADE_WITH} is not what save_compiled wrote ({error})") from None
     different = [
-        f"{what} {about['made_with'].get(what)} (here {value})"
-        for what, value in here.items()
-        if about["made_with"].get(what) != value
+        f"{what} {made_with.get(what)} (here {value})"
+        for what, value in _made_with().items()
+        if made_with.get(what) != value
     ]
     if different:
         raise ValueError(f"folder={str(folder)!r}; saved with {', '.join(different)}: compile and save it here")
-    if hashlib.sha256(content).hexdigest() != about["sha256"]:
+    if hashlib.sha256(content).hexdigest() != sha256:
         raise ValueError(f"folder={str(folder)!r}; {ARTIFACTS} is not the file that was saved with {MADE_WITH}")
     info = torch.compiler.load_cache_artifacts(content)
     if info is None:
@@ -94,6 +100,21 @@ def _made_with() -> dict[str, Any]:
         "machine": platform.machine(),
         "device capability": capability,
     }
+
+
+def _read(content: bytes) -> tuple[dict[str, Any], str]:
+    """What ``save_compiled`` wrote of artifacts: what they were made with, and their hash.
+
+    Raises:
+        ValueError: it did not write this.
+    """
+    about = json.loads(content)
+    if not isinstance(about, dict):
+        raise ValueError(f"a {type(about).__name__}")
+    made_with, sha256 = about.get("made_with"), about.get("sha256")
+    if not isinstance(made_with, dict) or not isinstance(sha256, str):
+        raise ValueError(f"made_with={made_with!r}, sha256={sha256!r}")
+    return made_with, sha256
 
 
 def _counts(info: Any) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """The scheduler of examples/serve_loop.py, without a model; then the example itself, small."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -11,8 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_dsa import PagePool
+from compiled_dsa import Batch, PagePool
+from compiled_dsa.batch import DECODE, PREFILL
 from compiled_dsa.custom_ops.layout import PAGE
+from compiled_dsa.graphs.buckets import Buckets
+from compiled_dsa.steps import Planner
 from examples.scheduler import Chunk, Request, Scheduler
 
 ROOT = Path(__file__).parents[1]
@@ -199,6 +203,43 @@ def test_bad_sizes(options, message):
 
 
 # ---- the example -----------------------------------------------------------------------------------------------------
+
+
+class Planned:
+    """In place of a compiled model: notes which graph each call would be served by."""
+
+    def __init__(self, token_sizes: list[int], batch_sizes: list[int]):
+        self._planner = Planner(Buckets("token_sizes", token_sizes), Buckets("batch_sizes", batch_sizes), 256)
+        self.graphs: set[tuple] = set()
+
+    def __call__(self, ids: torch.Tensor, batch: Batch, pool: PagePool) -> None:
+        kind, step = self._planner.plan((ids, batch), {})
+        self.graphs.add((kind, batch.skip_scores, step.bucket))
+
+    def warm_up(self, run, sizes, *, progress: bool) -> None:
+        for size in sizes:
+            run(size)
+
+    def end_warm_up(self) -> None:
+        self.warm = set(self.graphs)
+
+
+@pytest.mark.parametrize(("max_batch", "chunk"), [(2, 1), (4, 2), (8, 16), (16, 16), (20, 32), (32, 16), (100, 32)])
+def test_the_warm_up_meets_every_graph_of_the_loop(max_batch, chunk, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example = importlib.import_module("serve_loop")
+    token_budget = max(2 * chunk, max_batch)
+    token_sizes = example.doubled(min(16, token_budget), token_budget)
+    batch_sizes = example.doubled(2, max_batch)
+    model, pool = Planned(token_sizes, batch_sizes), make_pool(4, max_batch, 4 * PAGE)
+    example.warm_up(model, pool, token_sizes, batch_sizes, quiet=True)
+    for requests in range(2, max_batch + 1):
+        steps = [(requests, DECODE), *((rows, PREFILL) for rows in range(requests, token_budget + 1))]
+        for rows, kind in steps:
+            for skip_scores in (True, False):
+                batch = Batch.idle(rows, requests, 4, "cpu", kind=kind, skip_scores=skip_scores)
+                model(torch.zeros(rows, dtype=torch.int64), batch, pool)
+    assert model.graphs == model.warm
 
 
 def serve(folder: Path, *options: str) -> dict:

@@ -89,6 +89,34 @@ def test_other_versions_are_named(saved, what):
         load_compiled(saved)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"xx", "Expecting value"),
+        (b"", "Expecting value"),
+        (b"\xff\xfe\xff", "decode"),
+        (b"[]", "a list"),
+        (b"{}", "made_with=None, sha256=None"),
+        (b'{"made_with": [], "sha256": ""}', r"made_with=\[\]"),
+        (b'{"made_with": {}, "sha256": 5}', "sha256=5"),
+    ],
+)
+def test_damaged_description(saved, content, message):
+    (saved / MADE_WITH).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"folder='.*'; {MADE_WITH} is not what save_compiled wrote \(.*{message}"):
+        load_compiled(saved)
+
+
+@pytest.mark.parametrize("below", ["", "folder"])
+def test_a_file_in_place_of_the_folder(saved, below):
+    file = saved / ARTIFACTS
+    with pytest.raises(ValueError, match=f"folder='.*'; it must be a folder, .*{ARTIFACTS}.* is a file"):
+        save_compiled(file / below)
+    with pytest.raises(ValueError, match="save_compiled wrote nothing there"):
+        load_compiled(file / below)
+    assert file.read_bytes() == b"artifacts"
+
+
 def test_damaged_artifacts(saved, monkeypatch):
     monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda content: None)
     with pytest.raises(ValueError, match="torch cannot read"):

@@ -101,7 +101,13 @@ def test_training_falls_back_inside_one_graph():
         ({"graphs": "breakable"}, "graphs='breakable'; CUDA graphs need a model on a GPU"),
         ({"token_sizes": (0, 16)}, r"token_sizes=\(0, 16\); it must be integers of at least 1"),
         ({"batch_sizes": ()}, r"batch_sizes=\(\); it must be"),
-        ({"max_cache_len": 0}, "max_cache_len=0; it must be at least 1 or None"),
+        ({"token_sizes": (True,)}, r"token_sizes=\(True,\); it must be integers"),
+        ({"token_sizes": 16}, "token_sizes=16; it must be integers"),
+        ({"batch_sizes": ("a", 1)}, r"batch_sizes=\('a', 1\); it must be integers"),
+        ({"max_cache_len": 0}, "max_cache_len=0; it must be an integer of at least 1 or None"),
+        ({"max_cache_len": 5.5}, "max_cache_len=5.5; it must be an integer"),
+        ({"max_cache_len": True}, "max_cache_len=True; it must be an integer"),
+        ({"max_cache_len": "5"}, "max_cache_len='5'; it must be an integer"),
         ({"on_miss": "ignore"}, "on_miss='ignore'; it must be one of warn, raise"),
     ],
 )
@@ -110,6 +116,11 @@ def test_bad_arguments(pairs, arguments, message):
     with pytest.raises(ValueError, match=message):
         compile_model(model, **arguments)
     assert not hasattr(model, "graph_stats")
+
+
+def test_a_function_is_no_model():
+    with pytest.raises(ValueError, match="model=<built-in.*it must be a torch.nn.Module"):
+        compile_model(torch.relu)
 
 
 def test_a_model_is_compiled_once(pairs):

@@ -226,7 +226,7 @@ def test_embeddings_are_padded_whatever_their_positions_are():
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("sizes", [(), (0,), (3, -1), (1.5,)])
+@pytest.mark.parametrize("sizes", [(), (0,), (3, -1), (1.5,), (True,), ("a", 1), 16, None])
 def test_bad_sizes(sizes):
     with pytest.raises(ValueError, match="token_sizes"):
         Buckets("token_sizes", sizes)
