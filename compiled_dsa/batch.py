@@ -15,7 +15,9 @@ Legend: T query tokens (rows) of the step, B requests, maxP pages of a page tabl
 All of these are padded alike. A caller with buffers of its own gives ``from_lengths`` more rows than there are tokens,
 and lengths of 0 for requests that are absent. A caller of a compiled model pads nothing: the model's runner makes
 ``Batch.idle`` of a bucket's size once, captures with it, and before each replay copies the batch into its first rows
-and requests and resets the rest (steps.py). ``accepted`` is spent when the batch is made, so it needs no buffer there.
+and requests and resets the rest (steps.py). A batch without rows runs as one of padding rows, with graphs or without:
+after a warm-up of its kind it compiles nothing. ``accepted`` is spent when the batch is made, so it needs no buffer
+there.
 """
 
 from dataclasses import dataclass
@@ -73,7 +75,7 @@ class Batch:
         """Rows of the requests one after another, then padding rows. One launch on a GPU.
 
         Args:
-            q_len: int32 or int64 [B], rows of each request in this step.
+            q_len: int32 or int64 [B], rows of each request in this step; a negative number counts as 0.
             kv_len: int32 or int64 [B], keys of each request after this step. Rows that would stand before position 0
                 (more rows than keys) are padding.
             page_table: int32 [B, maxP].
@@ -81,10 +83,14 @@ class Batch:
             accepted: int32 or int64 [B], how many of its rows count for each request; the others are padding and
                 ``kv_len`` of the batch is without them. None: all count.
 
+        With B = 0 the batch has no request either, unless it has rows: these belong to one request without keys.
+
         Example: q_len [3, 2], kv_len [10, 4] gives visible [8, 9, 10, 3, 4]; accepted [1, 2] in addition
         gives visible [8, 0, 0, 3, 4] and kv_len [8, 4].
         """
         _check_lengths(q_len, kv_len, page_table, num_rows, kind)
+        if q_len.shape[0] == 0 and num_rows == 0:
+            return cls.idle(0, 0, page_table.shape[1], q_len.device, kind=kind, skip_scores=skip_scores)
         if q_len.shape[0] == 0:  # one request without rows, so that padding rows have a request to belong to
             q_len, kv_len, accepted = q_len.new_zeros(1), kv_len.new_zeros(1), None
             page_table = page_table.new_full((1, page_table.shape[1]), -1)
@@ -179,8 +185,19 @@ class Batch:
         """A batch in which nothing is to be done: padding rows of requests without keys, as graphs are captured with.
 
         Args:
+            num_rows: T, padding rows.
+            num_requests: B, at least 1 where there are rows.
             pages: columns of the page table.
+
+        Raises:
+            ValueError: a number below that, or another ``kind`` than "decode" and "prefill".
         """
+        _check_kind(kind)
+        for name, value in (("num_rows", num_rows), ("num_requests", num_requests), ("pages", pages)):
+            if value < 0:
+                raise ValueError(f"{name}={value}; it must be at least 0")
+        if num_rows and not num_requests:
+            raise ValueError(f"num_requests=0; it must be at least 1, for {num_rows} rows to belong to")
 
         def filled(*shape: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
@@ -204,7 +221,8 @@ class Batch:
             accepted: int32 or int64 [B], how many of its rows count for each request; None: all of the step. A batch
                 that was made with ``accepted`` does not keep it, so it is given here again.
 
-        A request without such a row gets some row of the batch, whose values mean nothing for it; T is at least 1.
+        A request without such a row gets some row of the batch, whose values mean nothing for it; with B above 0, T is
+        at least 1.
         """
         last = self.q_start[:-1] + self._kept(accepted) - 1
         return last.clamp(0, self.positions.shape[0] - 1).long()
@@ -285,5 +303,9 @@ def _check_lengths(q_len: Tensor, kv_len: Tensor, page_table: Tensor, num_rows: 
         )
     if num_rows < 0:
         raise ValueError(f"num_rows={num_rows}; it must be at least 0")
+    _check_kind(kind)
+
+
+def _check_kind(kind: str) -> None:
     if kind not in (DECODE, PREFILL):
         raise ValueError(f"kind={kind!r}; it must be {DECODE!r} or {PREFILL!r}")

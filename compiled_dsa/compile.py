@@ -10,6 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from compiled_dsa.batch import DECODE, PREFILL
 from compiled_dsa.graphs.buckets import BATCH_SIZES, TOKEN_SIZES, Buckets, is_count
@@ -62,7 +64,8 @@ def compile_model(
     cache. Decode-shaped forwards (at most 8 new tokens a row) are captured at their own size, others padded to a bucket
     of ``token_sizes``; the padding computes and stores nothing that anyone reads. A model of your own, whose forward
     takes a ``Batch`` and the ``PagePool``, is padded to ``batch_sizes`` too. Of its other arguments and outputs,
-    tensors with as many entries in dim 0 as the batch has rows (or else requests) are padded and cropped likewise.
+    tensors with as many entries in dim 0 as the batch has rows (or else requests) are padded and cropped likewise. A
+    ``Batch`` without rows runs with a few padding rows, graphs or not; its outputs have none.
     Forwards without a ``PagedCache`` or a ``Batch``, and prefills beyond the largest size, run without a graph.
     A replay does not look at flags of modules that a trace depends on (``model.train()``): set them before. Adapters of
     peft may be trained on between forwards, whatever modules they are on; once they were added, removed, switched,
@@ -213,8 +216,11 @@ class _Forwards:
         self._rerun = False
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        filled = self._planner.with_rows(args, kwargs)
         try:
-            return self._forward(args, kwargs)
+            if filled is None:
+                return self._forward(args, kwargs)
+            return pytree.tree_map_only(Tensor, filled.crop, self._forward(filled.args, filled.kwargs))
         except Exception as error:
             cause = cause_of_failed_compile(error)
             if isinstance(cause, GraphMissError):

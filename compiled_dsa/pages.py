@@ -15,6 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from compiled_dsa.custom_ops.layout import PAGE
 
@@ -78,8 +79,8 @@ class PageLedger:
 
     def __init__(self, num_pages: int, max_requests: int, max_len: int):
         for name, value in (("num_pages", num_pages), ("max_requests", max_requests), ("max_len", max_len)):
-            if value < 1:
-                raise ValueError(f"{name}={value}; it must be at least 1")
+            if not isinstance(value, Integral) or value < 1:
+                raise ValueError(f"{name}={value}; it must be an integer of at least 1")
         if num_pages * PAGE > 2**31 - 1:
             raise ValueError(f"num_pages={num_pages}; physical slots are int32, so at most {2**31 // PAGE - 1} pages")
         self.num_pages, self.max_len = num_pages, max_len
@@ -321,10 +322,10 @@ class PageLedger:
     # ---- steps of the above -----------------------------------------------------------------------------------------
 
     def _checked(self, request: int, kv_len: int = 0) -> _Request:
-        if not 0 <= request < len(self._requests):
+        if not isinstance(request, Integral) or not 0 <= request < len(self._requests):
             raise ValueError(f"request={request}; the pool has requests 0 to {len(self._requests) - 1}")
-        if not 0 <= kv_len <= self.max_len:
-            raise ValueError(f"kv_len={kv_len}; it must be between 0 and max_len={self.max_len}")
+        if not isinstance(kv_len, Integral) or not 0 <= kv_len <= self.max_len:
+            raise ValueError(f"kv_len={kv_len}; it must be an integer between 0 and max_len={self.max_len}")
         return self._requests[request]
 
     def _checked_empty(self, request: int) -> _Request:

@@ -6,7 +6,8 @@ requests; it is padded in both.
 """
 
 from collections.abc import Container, Hashable, Iterable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,41 +105,42 @@ class Planner:
 
     # ---- Batch ------------------------------------------------------------------------------------------------------
 
+    def with_rows(self, args: tuple, kwargs: dict[str, Any]) -> Step | None:
+        """A forward whose batch has no row, as one of a few padding rows that ``plan`` takes; None for any other.
+
+        Code compiled for some rows would be compiled once more for none, and there is no graph of no rows.
+        """
+        batches = [a for a in (*args, *kwargs.values()) if isinstance(a, Batch)]
+        if len(batches) != 1 or batches[0].positions.shape[0]:
+            return None
+        (batch,) = batches
+        B = batch.kv_len.shape[0]
+        # Two where that fits: sizes of 1 have traces of their own, which a warm-up of larger sizes does not make.
+        requests = max(B, min(2, self._requests.largest))
+        rows = requests
+        if batch.kind == PREFILL and B:  # told apart by their sizes
+            rows = min(2 + (requests == 2), self._tokens.largest)
+        padding = _Padding(0, B, rows, requests, batch.page_table.shape[1])
+        return Step(*padding.idle(args, kwargs), crop=padding.crop)
+
     def _rows(self, args: tuple, kwargs: dict[str, Any], batch: Batch) -> Step:
         T, B = batch.positions.shape[0], batch.kv_len.shape[0]
         rows, requests = self._sizes(batch.kind, T, B)
         if self._pages is None:
             self._pages = batch.page_table.shape[1]
-        pages = self._pages
-        padded = {T: rows} if T == B else {T: rows, B: requests}  # of dim 0: entries of a tensor -> of its buffer
-
-        def pad(leaf: Any) -> Any:
-            if isinstance(leaf, Batch):
-                device = leaf.positions.device
-                return Batch.idle(rows, requests, pages, device, kind=leaf.kind, skip_scores=leaf.skip_scores)
-            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] in padded:
-                return leaf.new_zeros(padded[leaf.shape[0]], *leaf.shape[1:])
-            return leaf
-
-        def idle() -> tuple[tuple, dict[str, Any]]:
-            return pytree.tree_map(pad, (args, kwargs), is_leaf=_is_batch)
-
-        def crop(output: Tensor) -> Tensor:
-            if output.dim() and output.shape[0] == rows:
-                return output[:T]
-            return output[:B] if output.dim() and output.shape[0] == requests else output
-
+        padding = _Padding(T, B, rows, requests, self._pages)
         shapes = tuple(
-            (padded.get(a.shape[0], a.shape[0]), *a.shape[1:])
+            (padding.sizes.get(a.shape[0], a.shape[0]), *a.shape[1:])
             for a in (*args, *kwargs.values())
             if isinstance(a, Tensor) and a.dim()
         )
+        idle = partial(padding.idle, args, kwargs)
         if requests > B:  # requests after the last one begin where that ends
             end = batch.q_start[-1:].expand(requests - B)
             ended = replace(batch, q_start=torch.cat([batch.q_start, end]))
             args = tuple(ended if a is batch else a for a in args)
             kwargs = {name: ended if a is batch else a for name, a in kwargs.items()}
-        return Step(args, kwargs, (rows, requests, shapes), idle, T, rows, crop)
+        return Step(args, kwargs, (rows, requests, shapes), idle, T, rows, padding.crop)
 
     def _sizes(self, kind: str, T: int, B: int) -> tuple[int, int]:
         """Rows and requests of the bucket for a batch of T rows of B requests. They are equal when T and B must be."""
@@ -156,6 +158,42 @@ class Planner:
         if rows is None:
             raise NoBucket(f"more than {self._tokens.largest} rows")
         return rows, requests + (rows == requests)  # told apart by their sizes
+
+
+@dataclass(frozen=True)
+class _Padding:
+    """T rows of B requests, and the sizes to which they are padded."""
+
+    T: int
+    B: int
+    rows: int
+    requests: int
+    pages: int  # columns of the page table
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Of dim 0: entries of a tensor -> of its buffer."""
+        return {self.B: self.requests} | {self.T: self.rows}
+
+    def idle(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """(args, kwargs) of the padded sizes, in which nothing is to be done."""
+        sizes = self.sizes
+
+        def pad(leaf: Any) -> Any:
+            if isinstance(leaf, Batch):
+                padded = self.rows, self.requests, self.pages, leaf.positions.device
+                return Batch.idle(*padded, kind=leaf.kind, skip_scores=leaf.skip_scores)
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] in sizes:
+                return leaf.new_zeros(sizes[leaf.shape[0]], *leaf.shape[1:])
+            return leaf
+
+        return pytree.tree_map(pad, (args, kwargs), is_leaf=_is_batch)
+
+    def crop(self, output: Tensor) -> Tensor:
+        """An output of the padded forward, cut to the real rows or requests."""
+        if output.dim() and output.shape[0] == self.rows:
+            return output[: self.T]
+        return output[: self.B] if output.dim() and output.shape[0] == self.requests else output
 
 
 def unpad(args: tuple, kwargs: dict[str, Any]) -> None:

@@ -61,7 +61,7 @@ def reference(
     q_start: Tensor,
     kv_out: Tensor,
 ) -> None:
-    q_len, kv_len = q_len.long(), kv_len.long()
+    q_len, kv_len = q_len.long().clamp(min=0), kv_len.long()
     kept = q_len if accepted is None else accepted.long().clamp(min=0).minimum(q_len)
     before = kv_len - q_len
     ends = q_len.cumsum(0)
@@ -109,7 +109,8 @@ def batch_metadata(
     Padding has position 0, slot -1 and visible 0. With T below sum(q_len) the last rows are left out.
 
     Args:
-        q_len: int32 or int64 [B], rows of each request, not negative; their sum is below 2^31.
+        q_len: int32 or int64 [B], rows of each request, their sum below 2^31; a negative number counts as 0, since it
+            lies on the device, where nothing can be raised.
         kv_len: int32 or int64 [B], keys of each request after the step if all its rows count.
         page_table: int32 [B, maxP], -1 where there is no page; rows that stand there have slot -1.
         accepted: int32 or int64 [B], how many of its rows count for each request, taken into [0, q_len]; None: all.

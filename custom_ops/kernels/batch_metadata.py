@@ -42,9 +42,15 @@ def refuses(
 
 
 @triton.jit
+def _rows(q_len, request, inside):
+    """int32: rows of requests."""
+    return tl.maximum(tl.load(q_len + request, mask=inside, other=0).to(tl.int32), 0)
+
+
+@triton.jit
 def _lengths(q_len, kv_len, accepted, request, inside, ACCEPTED: tl.constexpr):
     """Of requests: (keys before the step, rows that count), both int32."""
-    rows = tl.load(q_len + request, mask=inside, other=0).to(tl.int32)
+    rows = _rows(q_len, request, inside)
     before = tl.load(kv_len + request, mask=inside, other=0).to(tl.int32) - rows
     kept = rows
     if ACCEPTED:
@@ -85,7 +91,7 @@ def _fill(
     while (first < num_requests) & ((end_so_far < first_row + ROWS) | first_program):
         request = first + tl.arange(0, REQUESTS)
         inside = request < num_requests
-        length = tl.load(q_len + request, mask=inside, other=0).to(tl.int32)
+        length = _rows(q_len, request, inside)
         end = end_so_far + tl.cumsum(length, axis=0)
         is_passed = (end[None, :] <= row[:, None]) & inside[None, :]
         passed += tl.sum(is_passed.to(tl.int32), axis=1)

@@ -135,3 +135,26 @@ def test_no_nan_of_unused_slots_or_padding_rows_reaches_a_real_row(graphs):
         written = sum(int(layer.latents.isfinite().all(-1).sum()) for layer in pool.layers)
         assert written == LAYERS * sum(q_len)  # padding rows store nothing, not even in slot 0
         poison(pool)
+
+
+@pytest.mark.parametrize("graphs", ["auto", "full", "breakable", "piecewise"])
+@torch.no_grad()
+def test_steps_without_rows_replay_the_smallest_graph(graphs):
+    model, pool = served(graphs, on_miss="raise")
+    for kind, rows in ((DECODE, REQUESTS), (PREFILL, 64), (PREFILL, 256)):
+        idle = Batch.idle(rows, REQUESTS, pool.page_table.shape[1], "cuda", kind=kind, skip_scores=False)
+        model(torch.zeros(rows, 256, device="cuda", dtype=torch.bfloat16), idle, pool)
+    model.end_warm_up()
+    before = model.graph_stats()
+    poison(pool)
+    for kind in (DECODE, PREFILL):
+        for requests in (0, 1, 3):
+            none = torch.zeros(requests, dtype=torch.int64, device="cuda")
+            batch = Batch.from_lengths(none, none, pool.page_table[:requests], 0, kind=kind)
+            got, _ = model(torch.zeros(0, 256, device="cuda", dtype=torch.bfloat16), batch, pool)
+            assert got.shape == (0, 256)
+    stats = model.graph_stats()
+    assert (stats["captured"], stats["uncaptured"], stats["recompiles"]) == (before["captured"], 0, 0)
+    assert stats["replayed"] == before["replayed"] + 6
+    for layer in pool.layers:
+        assert layer.latents.isnan().all() and (layer.index_keys == 0xFF).all()

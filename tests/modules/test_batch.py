@@ -98,7 +98,14 @@ def test_fault_b1_all_lengths_zero(num_rows):
 def test_fault_b5_no_requests(num_rows):
     batch = from_lengths([], [], torch.zeros(0, 3, dtype=torch.int32), num_rows, accepted=torch.zeros(0).long())
     assert rows_of(batch) == [None] * num_rows
-    check_dtypes(batch, num_rows, 1)
+    check_dtypes(batch, num_rows, min(num_rows, 1))  # rows need a request to belong to
+
+
+def test_negative_lengths_count_as_0():
+    page_table = pages(3, 1)
+    batch = from_lengths([2, -3, 1], [5, 9, 4], page_table, 4)
+    assert rows_of(batch) == [row(page_table, 0, 3), row(page_table, 0, 4), row(page_table, 2, 3), None]
+    assert (batch.q_start.tolist(), batch.kv_len.tolist()) == ([0, 2, 2, 3], [5, 9, 4])
 
 
 @pytest.mark.parametrize(("tokens", "kind"), [(1, DECODE), (3, DECODE), (8, DECODE), (9, PREFILL)])
@@ -144,7 +151,7 @@ def test_ragged_lengths(requests, padding, decode):
     kv_len = [q + p for q, p in requests]
     batch = from_lengths(q_len, kv_len, page_table, sum(q_len) + padding, kind=DECODE if decode else PREFILL)
     assert rows_of(batch) == want
-    check_dtypes(batch, len(want), max(1, len(requests)))
+    check_dtypes(batch, len(want), len(requests) or min(padding, 1))
     if requests:
         assert batch.kv_len.tolist() == kv_len
         assert batch.q_start.tolist() == [sum(q_len[:i]) for i in range(len(q_len) + 1)]
@@ -294,3 +301,18 @@ def test_bad_tokens():
 def test_bad_kind():
     with pytest.raises(ValueError, match="kind='extend'; it must be 'decode' or 'prefill'"):
         from_lengths([1], [1], pages(1, 1), 1, kind="extend")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "message"),
+    [
+        ((-1, 2, 1), DECODE, "num_rows=-1; it must be at least 0"),
+        ((0, -2, 1), DECODE, "num_requests=-2; it must be at least 0"),
+        ((4, 2, -1), PREFILL, "pages=-1; it must be at least 0"),
+        ((4, 0, 1), PREFILL, "num_requests=0; it must be at least 1, for 4 rows to belong to"),
+        ((4, 2, 1), "x", "kind='x'; it must be 'decode' or 'prefill'"),
+    ],
+)
+def test_bad_idle_batches(sizes, kind, message):
+    with pytest.raises(ValueError, match=message):
+        Batch.idle(*sizes, "cpu", kind=kind, skip_scores=False)

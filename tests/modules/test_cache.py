@@ -46,7 +46,7 @@ class Pages(RuleBasedStateMachine):
         if not 0 <= request < REQUESTS:
             error, message = ValueError, f"request={request}; the pool has requests 0 to 3"
         elif not 0 <= length <= MAX_LEN:
-            error, message = ValueError, f"kv_len={length}; it must be between 0 and max_len=250"
+            error, message = ValueError, f"kv_len={length}; it must be an integer between 0 and max_len=250"
         elif pages - len(kept) > self.pool.free_pages:
             error, message = OutOfPagesError, f"request {request} needs {pages - len(kept)} more pages"
         elif call == self.pool.free and not kept:
@@ -283,7 +283,7 @@ def test_a_shared_layer_has_no_index_keys():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_pages": 0}, "num_pages=0; it must be at least 1"),
+        ({"num_pages": 0}, "num_pages=0; it must be an integer of at least 1"),
         ({"max_requests": 0}, "max_requests=0"),
         ({"max_len": 0}, "max_len=0"),
         ({"num_pages": 2**25}, "num_pages=33554432; physical slots are int32"),

@@ -25,7 +25,7 @@ def assert_same(got: Batch, want: Batch) -> None:
 
 
 def one_token_each(kv_len: list[int], page_table: torch.Tensor) -> Batch:
-    return Batch.decode(torch.tensor(kv_len), page_table)
+    return Batch.decode(torch.tensor(kv_len, dtype=torch.int64), page_table)
 
 
 requests = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 100), st.integers(-1, 10)), min_size=1, max_size=5)
@@ -63,6 +63,17 @@ def test_after_a_verify_step_of_4():
     assert (first.kind, first.skip_scores) == (DECODE, True)
     assert verify.last_rows(accepted)[:2].tolist() == [2, 4]
     assert verify.last_rows().tolist() == [3, 7, 11]
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_verify_step_of_no_requests(tokens):
+    none, page_table = torch.zeros(0, dtype=torch.int32), torch.zeros(0, 4, dtype=torch.int32)
+    verify = Batch.decode(none, page_table, tokens)
+    for accepted in (None, none):
+        assert verify.last_rows(accepted).shape == (0,) and verify.last_rows(accepted).dtype == torch.int64
+        for step in (verify.advance(accepted), *verify.steps(2, accepted)):
+            assert_same(step, one_token_each([], page_table))
+            assert step.positions.shape == step.kv_len.shape == (0,)
 
 
 def test_steps_of_a_padded_batch():

@@ -5,12 +5,14 @@ import functools
 import pytest
 import torch
 
+from compiled_dsa import PagePool, compile_model
 from compiled_dsa.batch import DECODE, PREFILL, Batch
 from compiled_dsa.graphs.buckets import Buckets
 from compiled_dsa.graphs.buffers import Call, StaticInputs
 from compiled_dsa.huggingface import PagedCache
 from compiled_dsa.steps import NoBucket, Planner
 from tests.huggingface.tiny_models import MODEL_TYPES, left_padding, prompt, small_pair
+from tests.modules.layers import angles, our_layer, stock_layer
 
 
 def planner(max_cache_len: int | None = None) -> Planner:
@@ -187,6 +189,72 @@ def test_a_wider_page_table_is_refused():
 def test_what_fits_no_bucket_says_why(batch, reason):
     with pytest.raises(NoBucket, match=reason):
         planner().plan((batch,), {})
+
+
+@pytest.mark.parametrize("kind", [DECODE, PREFILL])
+@pytest.mark.parametrize("q_len", [[], [0], [0, 0], [0, 0, 0]], ids=len)
+@pytest.mark.parametrize("skip_scores", [False, True])
+def test_no_rows_become_padding_rows_of_a_bucket(q_len, kind, skip_scores):
+    plan, batch, B = planner(), lengths(q_len, [9] * len(q_len), 0, kind), len(q_len)
+    batch.skip_scores = skip_scores
+    filled = plan.with_rows((batch, torch.rand(0, 3), 5), {"per_request": torch.rand(B)})
+    held, x, constant = filled.args
+    assert constant == 5 and (held.kind, held.skip_scores, held.page_table.shape[1]) == (kind, skip_scores, 2)
+    T, requests = held.positions.shape[0], held.kv_len.shape[0]
+    assert (requests, x.shape) == (max(2, B), (T, 3)) and T >= 2
+    assert (held.slots == -1).all() and (held.page_table == -1).all() and not held.visible.any() and not x.any()
+    assert filled.kwargs["per_request"].shape == (requests,)
+    planned, step = plan.plan(filled.args, filled.kwargs)
+    sizes = {PREFILL: (16, 4), DECODE: (4, 4) if B > 2 else (2, 2)}
+    assert planned == kind and step.bucket[:2] == sizes[kind]
+    got = run_padded(lambda batch, x, constant, per_request: (x + 1, per_request + 1), step)
+    out, of_requests = (filled.crop(tensor) for tensor in got)
+    assert out.shape == (0, 3)
+    assert of_requests.shape == (0 if kind == DECODE else B,)  # of a decode, rows and requests have equal sizes
+
+
+@pytest.mark.parametrize("kind", [DECODE, PREFILL])
+def test_no_rows_where_buckets_hold_one(kind):
+    plan = Planner(Buckets("token_sizes", (1,)), Buckets("batch_sizes", (1,)), None)
+    filled = plan.with_rows((lengths([0], [9], 0, kind),), {})
+    assert plan.plan(filled.args, filled.kwargs)[1].padded_rows == 1
+
+
+class Served(torch.nn.Module):
+    """One layer as a serving loop calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = our_layer(stock_layer("deepseek_v32", torch.float32))
+        dtypes = {"latent_dtype": torch.float32, "index_dtype": torch.float32}
+        self.pool = PagePool([self.layer.dsa_config], num_pages=4, max_requests=2, max_len=128, device="cpu", **dtypes)
+
+    def forward(self, x, batch, pool):
+        cos, sin = angles(batch.positions, self.layer.dsa_config.qk_rope_head_dim, x.dtype)
+        return self.layer(x, cos, sin, batch, pool.layers[0])[0]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("graphs", ["auto", "piecewise"])
+@torch.no_grad()
+def test_no_rows_compile_nothing_after_the_warm_up(graphs):
+    model = Served()
+    compile_model(model, graphs, backend="eager", batch_sizes=(2,), token_sizes=(16,), on_miss="raise")
+    for kind, rows in ((PREFILL, 16), (DECODE, 2)):
+        model(torch.zeros(rows, 64), Batch.idle(rows, 2, 2, "cpu", kind=kind, skip_scores=False), model.pool)
+    model.end_warm_up()
+    for kind in (PREFILL, DECODE):
+        for B in (0, 1, 2, 3):
+            none = torch.zeros(B, dtype=torch.int64)
+            batch = Batch.from_lengths(none, none, torch.full((B, 2), -1, dtype=torch.int32), 0, kind=kind)
+            assert model(torch.zeros(0, 64), batch, model.pool).shape == (0, 64)
+    stats = model.graph_stats()
+    assert (stats["compiles"], stats["recompiles"], stats["uncaptured"]) == (2, 0, 2 + 8)
+
+
+def test_batches_with_rows_are_left_as_they_are():
+    assert planner().with_rows((lengths([3], [3], 3),), {}) is None
+    assert planner().with_rows((), {"input_ids": torch.zeros(1, 0)}) is None
 
 
 def test_two_batches_fit_no_bucket():

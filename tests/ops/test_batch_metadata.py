@@ -21,6 +21,7 @@ def outputs(T: int, B: int, device) -> list[torch.Tensor]:
 def oracle(q_len: list[int], kv_len: list[int], table: list[list[int]], T: int, accepted=None) -> list[list[int]]:
     """The outputs in the order of the schema."""
     B = len(q_len)
+    q_len = [max(0, q) for q in q_len]
     kept = q_len if accepted is None else [min(max(a, 0), q) for a, q in zip(accepted, q_len)]
     rows = []
     for request, (q, kv, count) in enumerate(zip(q_len, kv_len, kept)):
@@ -93,6 +94,12 @@ def test_accepted_is_taken_into_the_rows_that_there_are(backend):
     check(backend, [4, 4, 4, 4, 4, 0], [70, 9, 4, 2, 0, 8], pages(6, 2), 24, [2, 9, -3, 3, 4, 1])
 
 
+def test_negative_lengths_count_as_0(backend):
+    """Requests beside them keep their rows: q_start stays in ascending order."""
+    check(backend, [3, -4, 2, -1], [10, 7, 4, -3], pages(4, 1), 7)
+    check(backend, [3, -4, 2, -1], [10, 7, 4, -3], pages(4, 1), 7, [2, -1, 1, 4])
+
+
 def test_pages_that_are_absent(backend):
     """-1 in the table, positions after its last column, and a table without columns."""
     check(backend, [3, 66, 2], [66, 66, 300], [[7, -1], [-1, 8], [1, 2]], 71)
@@ -120,7 +127,7 @@ def test_strides_of_the_page_table(backend):
 
 
 requests = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(0, 200), st.integers(-1, 42), st.integers(-1, 50)),
+    st.tuples(st.integers(-4, 40), st.integers(-4, 200), st.integers(-1, 42), st.integers(-1, 50)),
     min_size=1,
     max_size=9,
 )
@@ -129,7 +136,7 @@ requests = st.lists(
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests, st.integers(-9, 9), st.booleans())
 def test_ragged_lengths(backend, drawn, more_rows, with_accepted):
-    """Any lengths, keys fewer than rows included; T smaller and larger than the sum."""
+    """Any lengths, negative ones and keys fewer than rows included; T smaller and larger than the sum."""
     q_len, kv_len, accepted, page = (list(values) for values in zip(*drawn))
     table = [[p, -1 if p % 5 == 0 else p + 1, p + 2] for p in page]
     check(backend, q_len, kv_len, table, max(0, sum(q_len) + more_rows), accepted if with_accepted else None)
