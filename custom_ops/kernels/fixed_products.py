@@ -3,6 +3,8 @@
 GEMMs of a library choose tiles, and splits of what they sum over, by the number of rows. Deterministic attention uses
 this kernel in their place.
 
+What a product is compiled for besides (which strides are multiples of 16) changes how tiles are loaded, not their sums.
+
 Legend: B products beside each other, T rows, K columns of x, N columns of the product.
 """
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from compiled_dsa.custom_ops.kernels.common import dot_precision
 
 
-@triton.jit(do_not_specialize=["T", "x_product", "x_row", "out_product", "out_row"])
+@triton.jit(do_not_specialize=["T"])
 def _multiply(
     x,  # [B, T, K]
     weight,  # [B, K, N]

@@ -150,11 +150,14 @@ def test_a_bound_of_counts(backend):
     assert_rows(prefill(backend, args), bounded, range(T))
 
 
-def test_no_call_expands_keys(monkeypatch):
-    from compiled_dsa.custom_ops.kernels import mla_prefill_plan
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_prefill_goes_one_way(monkeypatch, paged):
+    """Not those whose slices, kernels or tiles follow from the number of rows or the budget."""
+    from compiled_dsa.custom_ops.kernels import mla_prefill, mla_prefill_plan
 
-    monkeypatch.setattr(mla_prefill_plan, "plan", lambda *args: pytest.fail("a plan was asked for"))
-    args = prefill_arguments(T, H, K, SIZES["fp32"], "cuda" if torch.cuda.is_available() else "cpu", paged=True)
+    for module, name in ((mla_prefill_plan, "plan"), (mla_prefill, "attend_absorbed")):
+        monkeypatch.setattr(module, name, lambda *args, name=name: pytest.fail(f"{name} is asked"))
+    args = prefill_arguments(T, H, K, SIZES["fp32"], "cuda" if torch.cuda.is_available() else "cpu", paged)
     prefill(lambda name, *args: OPS[name].overload(*args, provider="triton"), args)
 
 
