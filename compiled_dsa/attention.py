@@ -194,13 +194,14 @@ class SparseAttention(PackedProjections):
                 q_latent = torch.bmm(p.q_nope.transpose(0, 1), kv_b[:, :N]).transpose(0, 1)  # [T, H, L]
             o = torch.empty(H, T, c.kv_lora_rank, dtype=q_latent.dtype, device=q_latent.device).transpose(0, 1)
             lse = torch.empty(T, H, dtype=torch.float32, device=q_latent.device)
-            sparse_mla_decode(q_latent, p.q_rope, *where, c.scale, sinks, o, lse)
+            sparse_mla_decode(q_latent, p.q_rope, *where, c.scale, sinks, o, lse, c.deterministic)
             out = torch.empty(T, H, c.v_head_dim, dtype=q_latent.dtype, device=q_latent.device)
             unabsorb(o, kv_b[:, N:], out)
         else:
             out = torch.empty(T, H, c.v_head_dim, dtype=p.q_nope.dtype, device=p.q_nope.device)
             most = c.index_topk if topk is None and batch.skip_scores else None
-            mla_prefill(p.q_nope, p.q_rope, *where, kv_b, c.scale, sinks, out, c.scratch_bytes, most)
+            options = (c.scratch_bytes, most, c.deterministic)
+            mla_prefill(p.q_nope, p.q_rope, *where, kv_b, c.scale, sinks, out, *options)
         if p.gate is not None:
             gate = p.gate.float() if c.output_gate == "query" else p.gate  # as Hugging Face rounds
             out = (out * torch.sigmoid(gate)).to(out.dtype)

@@ -18,8 +18,9 @@ DEFAULT_SCRATCH_BYTES = 512 << 20
 
 
 def check(
-    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None
-) -> None:
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None,
+    deterministic=False,
+) -> None:  # fmt: skip
     check_shape("q_nope", q_nope, None, None, None)
     T, H, N = q_nope.shape
     check_shape("kv_b", kv_b, H, None, None)
@@ -49,28 +50,30 @@ def row_scratch_bytes(q_nope: Tensor, kv_b: Tensor) -> int:
 
 
 def reference(
-    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None
-) -> None:
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None,
+    deterministic=False,
+) -> None:  # fmt: skip
     """out = W_UV softmax(scale * ((q_nope W_UK) . c + q_rope . k_rope)) c over the selected tokens."""
     T, _, N = q_nope.shape
     if T == 0:
         return
     dtype = compute_dtype(q_nope.dtype)
     count = count if max_count is None else count.clamp(max=max_count)
-    slots = selected_slots(topk, count, page_table, req_of_row, pool.shape[0])
     w_uk, w_uv = kv_b[:, :N].to(dtype), kv_b[:, N:].to(dtype)
     # queries and outputs are two tensors here, in fp32 for rows of two bytes
-    rows_at_once = max(1, scratch_bytes // (4 * row_scratch_bytes(q_nope, kv_b)))
+    rows_at_once = 1 if deterministic else max(1, scratch_bytes // (4 * row_scratch_bytes(q_nope, kv_b)))
     for part in torch.arange(T, device=pool.device).split(rows_at_once):
+        ids = None if topk is None else topk[part]
+        slots = selected_slots(ids, count[part], page_table, req_of_row[part], pool.shape[0])
         q_latent = torch.einsum("thn,hnl->thl", q_nope[part].to(dtype), w_uk)
-        o, _ = attend(q_latent, q_rope[part], pool, slots[part], scale, sinks)
+        o, _ = attend(q_latent, q_rope[part], pool, slots, scale, sinks)
         out[part] = torch.einsum("thl,hvl->thv", o, w_uv).to(out.dtype)
 
 
 MLA_PREFILL = define(
     "mla_prefill(Tensor q_nope, Tensor q_rope, Tensor pool, Tensor? topk, Tensor count, Tensor page_table, "
     "Tensor req_of_row, Tensor kv_b, float scale, Tensor? sinks, Tensor(a!) out, int scratch_bytes, "
-    "int? max_count=None)",
+    "int? max_count=None, bool deterministic=False)",
     check=check,
     reference=reference,
     providers={
@@ -96,6 +99,7 @@ def mla_prefill(
     out,
     scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
     max_count: int | None = None,
+    deterministic: bool = False,
     *,
     provider: str | None = None,
 ) -> None:
@@ -117,6 +121,8 @@ def mla_prefill(
         scratch_bytes: bound on the op's temporary memory; rows and heads are cut as it demands.
         max_count: without ``topk``, no row attends more tokens than this, whatever its count; None: those of its page
             table. A close bound lets rows attend expanded keys, see kernels/mla_prefill_plan.py.
+        deterministic: as of ``sparse_mla_decode``; nor do the bits of a row depend on ``scratch_bytes``. Keys are never
+            expanded and fp8 pools never dequantised whole, which costs time where these pay.
 
     Raises:
         ValueError: a shape or dtype outside this contract, a budget too small for one row, or ``max_count`` below 0 or
@@ -136,5 +142,6 @@ def mla_prefill(
         out,
         scratch_bytes,
         max_count,
+        deterministic,
         provider=provider,
     )

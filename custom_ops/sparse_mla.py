@@ -42,7 +42,9 @@ def check_query_dtype(name: str, tensor: Tensor, pool: Tensor) -> None:
         raise ValueError(f"{name} has dtype {tensor.dtype}; it must be a model dtype")
 
 
-def check(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse) -> None:
+def check(
+    q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, deterministic=False
+) -> None:
     check_shape("q_latent", q_latent, None, None, None)
     T, H, L = q_latent.shape
     check_shape("q_rope", q_rope, T, H, None)
@@ -105,19 +107,23 @@ def attend(q_latent, q_rope, pool, slots, scale: float, sinks) -> tuple[Tensor, 
     return out, lse
 
 
-def reference(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse) -> None:
+def reference(
+    q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, deterministic=False
+) -> None:
     """o = softmax(scale * (q_latent . c + q_rope . k_rope)) c over the selected tokens, each row on its own."""
-    if q_latent.shape[0] == 0:
-        return
-    slots = selected_slots(topk, count, page_table, req_of_row, pool.shape[0])
-    o, log_sum = attend(q_latent, q_rope, pool, slots, scale, sinks)
-    out.copy_(o)
-    lse.copy_(log_sum)
+    T = q_latent.shape[0]
+    # how torch rounds follows from shapes, and rows at once have as many lanes as the longest of them
+    rows_at_once = 1 if deterministic else max(1, T)
+    for start in range(0, T, rows_at_once):
+        rows = slice(start, start + rows_at_once)
+        ids = None if topk is None else topk[rows]
+        slots = selected_slots(ids, count[rows], page_table, req_of_row[rows], pool.shape[0])
+        out[rows], lse[rows] = attend(q_latent[rows], q_rope[rows], pool, slots, scale, sinks)
 
 
 SPARSE_MLA_DECODE = define(
     "sparse_mla_decode(Tensor q_latent, Tensor q_rope, Tensor pool, Tensor? topk, Tensor count, Tensor page_table, "
-    "Tensor req_of_row, float scale, Tensor? sinks, Tensor(a!) out, Tensor(b!) lse)",
+    "Tensor req_of_row, float scale, Tensor? sinks, Tensor(a!) out, Tensor(b!) lse, bool deterministic=False)",
     check=check,
     reference=reference,
     providers={
@@ -139,6 +145,7 @@ def sparse_mla_decode(
     sinks,
     out,
     lse,
+    deterministic: bool = False,
     *,
     provider: str | None = None,
 ) -> None:
@@ -157,10 +164,25 @@ def sparse_mla_decode(
         sinks: fp32 [H] or None, one more logit a head in the denominator.
         out: [T, H, L] in the dtype of the query, any strides with a dense last dim; 0 for a row with nothing to attend.
         lse: fp32 [T, H], natural log, scale included, sinks excluded, -inf for a row with nothing to attend.
+        deterministic: the bits of a row do not depend on the other rows, their number or its place among them, nor on
+            lanes past its count. Its keys are not split over programs, which costs time where rows are few. Which
+            kernel runs follows from sizes and dtypes, and from whether tensors and strides are aligned to 16 bytes.
 
     Raises:
         ValueError: a shape or dtype outside this contract.
     """
     torch.ops.compiled_dsa.sparse_mla_decode(
-        q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, provider=provider
+        q_latent,
+        q_rope,
+        pool,
+        topk,
+        count,
+        page_table,
+        req_of_row,
+        scale,
+        sinks,
+        out,
+        lse,
+        deterministic,
+        provider=provider,
     )

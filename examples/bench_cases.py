@@ -93,6 +93,9 @@ def cases() -> Iterator[Case]:
         for batch in batches:
             sizes = {"pool": pool, "heads": heads, "batch": batch}
             yield Case("sparse_mla_decode", sizes, attention_decode, batch == 1 and heads == 128)
+    for batch in (1, 4, 32, 128):
+        sizes = {"pool": "fp8", "heads": 128, "batch": batch, "deterministic": True}
+        yield Case("sparse_mla_decode", sizes, attention_decode)
     for pool, contexts in (("bf16", (8192, 32768, 131072)), ("fp8", (32768, 131072))):
         for heads in (128, 64):
             for context in contexts:
@@ -276,14 +279,16 @@ def random_ids(rows: int, tokens: int) -> Tensor:
     return ((start + step * torch.arange(K, device=DEVICE)) % tokens).int()
 
 
-def attention_decode(providers: list[str], pool: str, heads: int, batch: int, tokens: int = 1 << 18) -> Work:
+def attention_decode(
+    providers: list[str], pool: str, heads: int, batch: int, tokens: int = 1 << 18, deterministic: bool = False
+) -> Work:
     """Ids anywhere in a pool of 170 (fp8) or 300 MB; each element of the inputs has others."""
     moved = batch * (K * row_bytes(pool) + heads * 2 * (2 * L + R))
     latents, scale = latent_pool(pool, tokens), (128 + R) ** -0.5
     q, rope, count = bf16(batch, heads, L), bf16(batch, heads, R), int32(batch, fill=K)
     table, out, lse = int32(batch, 1), bf16(batch, heads, L), torch.empty(batch, heads, device=DEVICE)
     inputs = [
-        (q, rope, latents, random_ids(batch, tokens), count, table, int32(batch), scale, None, out, lse)
+        (q, rope, latents, random_ids(batch, tokens), count, table, int32(batch), scale, None, out, lse, deterministic)
         for _ in range(rotations(moved))
     ]
     runs, not_run = by_provider("sparse_mla_decode", inputs, providers)

@@ -47,6 +47,11 @@ def test_cases_cover_every_op_and_can_be_selected(bench):
         ("index_topk_prefill", "bench_cases.index_prefill", {**V32, "rows": 8, "context": 128}),
         ("sparse_mla_decode", "bench_cases.attention_decode", {"pool": "fp8", "heads": 4, "batch": 2, "tokens": 128}),
         ("sparse_mla_decode", "bench_cases.attention_decode", {"pool": "bf16", "heads": 4, "batch": 2, "tokens": 128}),
+        (
+            "sparse_mla_decode",
+            "bench_cases.attention_decode",
+            {"pool": "fp8", "heads": 4, "batch": 2, "tokens": 128, "deterministic": True},
+        ),
         ("mla_prefill", "bench_cases.mla_prefill", {**V32, "pool": "fp8", "rows": 8, "context": 128}),
         ("mla_prefill", "bench_prefill.first_prefill", {**V32, "rows": 16, "start": 0}),
         ("mla_prefill", "bench_prefill.first_prefill", {**V32, "rows": 40, "start": 0}),

@@ -2,7 +2,9 @@
 
 On Hopper the attention is the Gluon kernel where its shapes fit, over fp8 pools after they were dequantised whole;
 everything else goes through the kernel of sparse_mla_decode. Without a selection all rows attend expanded keys instead
-where that is cheaper: mla_prefill_plan.py decides it, mla_prefill_dense.py does it.
+where that is cheaper: mla_prefill_plan.py decides it, mla_prefill_dense.py does it. Where the bits of a row must not
+depend on other rows, there is one way for all calls: attention as in a deterministic decode, between products of fixed
+tiles (fixed_products.py).
 """
 
 import torch
@@ -20,6 +22,7 @@ from compiled_dsa.custom_ops.kernels.common import (
     refuses_dtype,
     refuses_strides,
 )
+from compiled_dsa.custom_ops.kernels.fixed_products import multiply
 from compiled_dsa.custom_ops.layout import LATENT_GROUP, PAGE, latent_pool_shape, split_latent_pool
 from compiled_dsa.custom_ops.mla_prefill import row_scratch_bytes
 
@@ -31,8 +34,9 @@ _TOKENS = 16  # of a program that dequantises
 
 
 def refuses(
-    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None
-) -> str | None:
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None,
+    deterministic=False,
+) -> str | None:  # fmt: skip
     return (
         refuses_device(pool)
         or refuses_dtype(q_nope=q_nope)
@@ -128,8 +132,9 @@ def dequantise(pool: Tensor, L: int, R: int) -> Tensor:
 
 
 def run(
-    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None
-) -> None:
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None,
+    deterministic=False,
+) -> None:  # fmt: skip
     T, H, N = q_nope.shape
     R, L, V = q_rope.shape[2], kv_b.shape[2], out.shape[2]
     if T == 0:
@@ -137,6 +142,9 @@ def run(
     width = page_table.shape[1] * PAGE if topk is None else topk.shape[1]
     width = width if max_count is None else min(width, max_count)
     selection = (count, page_table, req_of_row)
+    if deterministic:
+        attend_rows_alone(q_nope, q_rope, pool, topk, *selection, kv_b, scale, sinks, out, scratch_bytes, width)
+        return
     plan = None
     if topk is None and planning.refuses(q_nope, kv_b, out, scale) is None:
         dims = (H, N, R, V, L)
@@ -188,3 +196,22 @@ def attend_absorbed(
         else:
             sparse_mla.launch(latent, q_rope[rows], *selection, latent, lse[: stop - start], tile, width)
         torch.bmm(latent.transpose(0, 1), w_uv, out=out[rows].transpose(0, 1))
+
+
+def attend_rows_alone(
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, width: int
+) -> None:
+    """As ``attend_absorbed``; nothing that rounds a row follows from the other rows or from the budget."""
+    T, H, N = q_nope.shape
+    rows_at_once = min(T, scratch_bytes // row_scratch_bytes(q_nope, kv_b))
+    buffer = q_nope.new_empty(H, rows_at_once, kv_b.shape[2])
+    lse = torch.empty(rows_at_once, H, dtype=torch.float32, device=q_nope.device)
+    for start in range(0, T, rows_at_once):
+        stop = min(start + rows_at_once, T)
+        rows = slice(start, stop)
+        latent = buffer[:, : stop - start].transpose(0, 1)  # [rows, H, L], outputs in place of queries
+        multiply(q_nope[rows].transpose(0, 1), kv_b[:, :N], latent.transpose(0, 1))
+        selection = (pool, None if topk is None else topk[rows], count[rows], page_table, req_of_row[rows])
+        outputs = (latent, lse[: stop - start])
+        sparse_mla.attend(latent, q_rope[rows], *selection, scale, sinks, *outputs, width, deterministic=True)
+        multiply(latent.transpose(0, 1), kv_b[:, N:].transpose(1, 2), out[rows].transpose(0, 1))

@@ -33,7 +33,9 @@ _PAGE = tl.constexpr(PAGE)
 MAX_SPLITS = 32
 
 
-def refuses(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse) -> str | None:
+def refuses(
+    q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, deterministic=False
+) -> str | None:
     return (
         refuses_device(pool)
         or refuses_dtype(q_latent=q_latent)
@@ -188,26 +190,33 @@ class Tiling(NamedTuple):
     splits: int
 
 
+def whole_rows(H: int, L: int, dtype: torch.dtype) -> Tiling:
+    """The tiles of calls that fill the device without splits; they do not depend on the rows.
+
+    64 heads x 64 keys with 8 warps is the largest tile whose accumulator (L = 512) stays in registers. Exact fp32 dots
+    run on the ordinary units, unrolled: small tiles.
+    """
+    if dtype == torch.float32:
+        return Tiling(heads=16, keys=16, warps=4, stages=1, splits=1)
+    L_padded = triton.next_power_of_2(L)
+    keys = max(16, min(64, 64 * 512 // L_padded))
+    heads = min(64 if L_padded <= 512 else 32, max(16, triton.next_power_of_2(H)))
+    return Tiling(heads, keys, warps=8, stages=2 if heads == 64 else 1, splits=1)
+
+
 def tiling(T: int, H: int, L: int, width: int, dtype: torch.dtype, device: torch.device) -> Tiling:
     """How a call is cut, from shapes alone.
 
-    64 heads x 64 keys with 8 warps is the largest tile whose accumulator (L = 512) stays in registers; the keys are
-    split until the device is full. Where even that does not fill it, blocks of 32 heads do more in parallel (H200, one
-    row of 128 heads, K = 2048: 14 against 16 us). Exact fp32 dots run on the ordinary units, unrolled: small tiles.
+    The keys are split until the device is full. Where even that does not fill it, blocks of 32 heads do more in
+    parallel (H200, one row of 128 heads, K = 2048: 14 against 16 us).
     """
-    L_padded = triton.next_power_of_2(L)
+    tile = whole_rows(H, L, dtype)
     sms = multiprocessors(device)
-    if dtype == torch.float32:
-        heads, keys, warps, stages = 16, 16, 4, 1
-    else:
-        keys = max(16, min(64, 64 * 512 // L_padded))
-        heads = min(64 if L_padded <= 512 else 32, max(16, triton.next_power_of_2(H)))
-        if T * triton.cdiv(H, heads) * triton.cdiv(width, keys) < sms:
-            heads = min(heads, 32)
-        warps, stages = 8, 2 if heads == 64 else 1
-    programs = T * triton.cdiv(H, heads)
-    splits = max(1, min(sms // programs, triton.cdiv(width, keys), MAX_SPLITS))
-    return Tiling(heads, keys, warps, stages, splits)
+    blocks = triton.cdiv(width, tile.keys)
+    if tile.heads == 64 and T * triton.cdiv(H, tile.heads) * blocks < sms:
+        tile = tile._replace(heads=32, stages=1)
+    programs = T * triton.cdiv(H, tile.heads)
+    return tile._replace(splits=max(1, min(sms // programs, blocks, MAX_SPLITS)))
 
 
 def launch(
@@ -277,13 +286,29 @@ def launch(
         combine(parts, parts_lse, sinks, out, lse)
 
 
-def run(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse) -> None:
+def attend(
+    q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, width: int, deterministic: bool
+) -> None:
+    """The op on non-empty arguments, by whichever kernel takes them; ``width`` as of ``launch``.
+
+    Which kernel that is does not depend on the rows, and with ``deterministic`` neither does how they are cut. Every
+    tile is of one row, which takes its own keys from the first on in blocks of one size.
+    """
     T, H, L = q_latent.shape
-    if T == 0:
-        return
+    arguments = (q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse)
     if sparse_mla_hopper.refuses(q_latent, q_rope, pool, scale, out) is None:
-        sparse_mla_hopper.run(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse)
+        sparse_mla_hopper.run(*arguments, width, deterministic)
+    elif deterministic:
+        launch(*arguments, whole_rows(H, L, q_latent.dtype), width)
+    else:
+        launch(*arguments, tiling(T, H, L, width, q_latent.dtype, q_latent.device), width)
+
+
+def run(
+    q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, deterministic=False
+) -> None:
+    if q_latent.shape[0] == 0:
         return
     width = page_table.shape[1] * PAGE if topk is None else topk.shape[1]
-    tile = tiling(T, H, L, width, q_latent.dtype, q_latent.device)
-    launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, tile, width)
+    selection = (q_latent, q_rope, pool, topk, count, page_table, req_of_row)
+    attend(*selection, scale, sinks, out, lse, width, deterministic)

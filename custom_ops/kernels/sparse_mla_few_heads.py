@@ -46,7 +46,6 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     tma_load,
 )
 from compiled_dsa.custom_ops.kernels.sparse_mla_hopper import FEW_HEADS
-from compiled_dsa.custom_ops.layout import PAGE
 
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
@@ -345,7 +344,7 @@ def _attend(
 
 
 def launch(
-    q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse: Tensor, sides: int = 2
+    q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse: Tensor, width: int, sides: int
 ) -> None:
     """As ``sparse_mla_gluon.launch``, of an fp8 pool and at most 32 heads; ``out`` is bf16."""
     T, H, _ = q_latent.shape
@@ -370,7 +369,7 @@ def launch(
         q_rope.stride(1),
         ids.stride(0),
         *lse.stride()[-2:],
-        ids.shape[1] * (PAGE if topk is None else 1),
+        width,
         pool.shape[0],
         T,
         splits,

@@ -34,6 +34,9 @@ class Cut(NamedTuple):
     sides: int  # blocks that a program takes a step
 
 
+ALONE = Cut(1, 2)  # of a call whose rows must not depend on each other
+
+
 def refuses_machine(pool: Tensor) -> str | None:
     """Why no Gluon kernel runs where ``pool`` lies; Gluon is imported only where it does."""
     if pool.device.type != "cuda" or torch.cuda.get_device_capability(pool.device) != CAPABILITY:
@@ -75,15 +78,18 @@ def cut(T: int, H: int, width: int, sms: int) -> Cut:
     return Cut(min(range(1, min(MAX_SPLITS, steps) + 1), key=cost), 2)
 
 
-def run(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse) -> None:
-    """As ``sparse_mla.run``, of a call that is not refused."""
+def run(
+    q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, width: int, deterministic: bool
+) -> None:
+    """As ``sparse_mla.attend``, of a call that is not refused."""
     T, H, _ = q_latent.shape
-    width = page_table.shape[1] * PAGE if topk is None else topk.shape[1]
-    chosen = cut(T, H, width, multiprocessors(q_latent.device))
-    launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, chosen)
+    chosen = ALONE if deterministic else cut(T, H, width, multiprocessors(q_latent.device))
+    launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, chosen, width)
 
 
-def launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, chosen: Cut) -> None:
+def launch(
+    q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, chosen: Cut, width: int
+) -> None:
     if pool.dtype == torch.uint8 and q_latent.shape[1] <= FEW_HEADS:
         from compiled_dsa.custom_ops.kernels import sparse_mla_few_heads as kernel
     else:
@@ -91,9 +97,9 @@ def launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, s
 
     selection = (q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale)
     if chosen.splits == 1:
-        kernel.launch(*selection, sinks, out, lse, sides=chosen.sides)
+        kernel.launch(*selection, sinks, out, lse, width, chosen.sides)
         return
     # in bf16: rounding twice costs 1 - cos of 4e-6 at most, where FlashMLA's tests allow 5e-6
     parts, parts_lse = empty_parts(chosen.splits, out, out.dtype)
-    kernel.launch(*selection, None, parts, parts_lse, sides=chosen.sides)
+    kernel.launch(*selection, None, parts, parts_lse, width, chosen.sides)
     combine(parts, parts_lse, sinks, out, lse)

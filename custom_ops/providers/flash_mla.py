@@ -25,7 +25,9 @@ DECODE_LANES, PREFILL_LANES = 64, 128  # lanes of a selection are padded to mult
 MAX_DECODE_ROWS = 64  # at 64 heads: 128 rows were seen to fault (H200, replays of a CUDA graph)
 
 
-def refuses_attention(q_rope: Tensor, pool: Tensor, latent_dim: int, topk: Tensor | None, scale: float) -> str | None:
+def refuses_attention(
+    q_rope: Tensor, pool: Tensor, latent_dim: int, topk: Tensor | None, scale: float, deterministic: bool
+) -> str | None:
     """What both of its kernels refuse of an attention over L + R; shared with flash_mla_prefill."""
     H, R = q_rope.shape[1:]
     if not (hasattr(_library, "has_legacy") and _library.has_legacy()):
@@ -40,12 +42,16 @@ def refuses_attention(q_rope: Tensor, pool: Tensor, latent_dim: int, topk: Tenso
         return "topk is None; it attends selected tokens only"
     if not scale > 0:
         return f"scale={scale} is not above 0"
+    if deterministic:
+        return "deterministic=True; how it splits and schedules a row may depend on the other rows"
     return common.refuses_device(pool) or refuses_alignment(pool) or refuses_strides(topk=topk, q_rope=q_rope)
 
 
-def refuses(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse) -> str | None:
+def refuses(
+    q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, deterministic=False
+) -> str | None:
     T, H, latent_dim = q_latent.shape
-    reason = refuses_attention(q_rope, pool, latent_dim, topk, scale) or refuses_strides(
+    reason = refuses_attention(q_rope, pool, latent_dim, topk, scale, deterministic) or refuses_strides(
         q_latent=q_latent, count=count, sinks=sinks, out=out
     )
     if reason is None and pool.dtype == torch.uint8 and padded_heads(H) == HEADS[0] and T > MAX_DECODE_ROWS:
@@ -114,7 +120,9 @@ def sparse_decode(q: Tensor, pool: Tensor, topk, count, scale: float, sinks: Ten
     return o.view(T, heads, L), lse.reshape(T, heads)
 
 
-def run(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse) -> None:
+def run(
+    q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, deterministic=False
+) -> None:
     T, H, R = q_rope.shape
     if T == 0:
         return

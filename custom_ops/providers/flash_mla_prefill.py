@@ -20,9 +20,11 @@ from compiled_dsa.custom_ops.providers.flash_mla import (
 
 
 def refuses(
-    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None
-) -> str | None:
-    reason = refuses_attention(q_rope, pool, kv_b.shape[2], topk, scale) or refuses_strides(count=count, sinks=sinks)
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None,
+    deterministic=False,
+) -> str | None:  # fmt: skip
+    reason = refuses_attention(q_rope, pool, kv_b.shape[2], topk, scale, deterministic)
+    reason = reason or refuses_strides(count=count, sinks=sinks)
     if reason is not None:
         return reason
     needed = _pool_bytes(pool, q_rope.shape[2]) + _row_bytes(q_rope, topk.shape[1])
@@ -42,8 +44,9 @@ def _row_bytes(q_rope: Tensor, K: int) -> int:
 
 
 def run(
-    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None
-) -> None:
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None,
+    deterministic=False,
+) -> None:  # fmt: skip
     T, H, N = q_nope.shape
     R = q_rope.shape[2]
     if T == 0:

@@ -249,6 +249,18 @@ def test_what_flash_mla_refuses(fakes, change, reason):
         SPARSE_MLA_DECODE.overload(*args, out, lse, provider="flash_mla")
 
 
+def test_flash_mla_promises_nothing_about_the_other_rows(fakes):
+    args = attention_arguments(8, torch.bfloat16)
+    reason = "deterministic=True; how it splits"
+    out, lse = torch.empty_like(args[0]), torch.empty(4, 8)
+    assert SPARSE_MLA_DECODE.refusal("flash_mla", *args, out, lse) is None
+    assert reason in SPARSE_MLA_DECODE.refusal("flash_mla", *args, out, lse, True)
+    q_nope, kv_b, values = (torch.zeros(*n).bfloat16() for n in ((4, 8, 32), (8, 72, 512), (4, 8, 40)))
+    args = (q_nope, *args[1:7], kv_b, 0.1, args[8], values, 1 << 24, None)
+    assert MLA_PREFILL.refusal("flash_mla", *args) is None
+    assert reason in MLA_PREFILL.refusal("flash_mla", *args, True)
+
+
 def test_flash_mla_refuses_what_was_seen_to_fault(fakes):
     args = [torch.cat([x] * 17) if i in (0, 1, 3, 4, 6) else x for i, x in enumerate(attention_arguments(8, FP8))]
     args[8] = None

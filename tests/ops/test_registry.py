@@ -59,10 +59,12 @@ def arguments(name: str, T: int, device, fp8: bool, topk: bool = True) -> tuple:
     q_rope, sinks = torch.randn(T, 8, 32, device=device), torch.randn(8, device=device)
     if name == "sparse_mla_decode":
         out, lse = torch.zeros(T, 8, 128, device=device), torch.zeros(T, 8, device=device)
-        return torch.randn(T, 8, 128, device=device), q_rope, *selection, 0.1, sinks, out, lse
+        args = torch.randn(T, 8, 128, device=device), q_rope, *selection, 0.1, sinks, out, lse
+        return (*args, True) if fp8 else args
     assert name == "mla_prefill"
     q_nope, kv_b = torch.randn(T, 8, 16, device=device), torch.randn(8, 40, 128, device=device)
-    return q_nope, q_rope, *selection, kv_b, 0.1, sinks, torch.zeros(T, 8, 24, device=device), 1 << 20
+    args = q_nope, q_rope, *selection, kv_b, 0.1, sinks, torch.zeros(T, 8, 24, device=device), 1 << 20
+    return (*args, None, True) if fp8 else args
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -159,7 +161,7 @@ def test_fault_h1_no_copy_of_a_pool_of_which_one_layer_is_mutated(device):
 
 def test_fault_h3_compiled_calls_keep_strides_of_outputs(device):
     """8 heads of a buffer of 64, between pointwise ops: equal to eager, and the other heads stay as they were."""
-    q_latent, q_rope, pool, topk, count, table, requests, scale, sinks, _, lse = arguments(
+    q_latent, q_rope, pool, topk, count, table, requests, scale, sinks, _, lse, _ = arguments(
         "sparse_mla_decode", 7, device, fp8=True
     )
 

@@ -142,7 +142,7 @@ def test_attention_in_steps_of_two_blocks(pool_dtype, H, splits):
     if reason := sparse_mla_hopper.refuses(q, rope, pool, 0.05, out):
         pytest.skip(reason)
     args = (q, rope, pool, topk, count, table[:2], requests, 0.05, random(H, dtype=torch.float32), out, lse)
-    sparse_mla_hopper.launch(*args, sparse_mla_hopper.Cut(splits, 2))
+    sparse_mla_hopper.launch(*args, sparse_mla_hopper.Cut(splits, 2), topk.shape[1])
     assert out.isfinite().all()
 
 

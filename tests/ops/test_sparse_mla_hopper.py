@@ -213,6 +213,14 @@ def test_a_cut_holds_every_lane_and_fills_the_device(T, H, width):
         assert splits > 1
 
 
+def test_a_deterministic_call_is_never_split(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(sparse_mla_hopper, "launch", lambda *args: chosen.append(args[11:]))
+    for T in (1, 128):
+        sparse_mla_hopper.run(torch.empty(T, 128, 512), *[None] * 10, 2048, True)
+    assert chosen == [(Cut(1, 2), 2048)] * 2
+
+
 def test_more_rows_are_not_cut_finer():
     splits = [cut(T, 128, 2048, H200).splits for T in (1, 4, 16, 64, 256, 1024)]
     assert splits == sorted(splits, reverse=True) and splits[0] > 8 and splits[-1] == 1
