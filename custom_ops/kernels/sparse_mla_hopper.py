@@ -22,7 +22,6 @@ HEADS = 64  # of a tile
 MIN_HEADS = 8  # of bf16 pools, whose kernel computes 64 however many there are
 FEW_HEADS = 32  # up to these, over fp8 pools, the kernel that has heads as columns
 REGISTER_HEADS = 16  # up to these, over fp8 pools and with two blocks a step, the kernel that dequantises in registers
-WIDE = True
 MAX_SPLITS = 32
 
 # Microseconds of a step, which is two blocks of 64 keys, of what a tile costs apart from its steps, and of the kernel
@@ -89,8 +88,6 @@ def launch(q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, s
     fp8, H = pool.dtype == torch.uint8, q_latent.shape[1]
     if fp8 and H <= REGISTER_HEADS and chosen.sides == 2:
         from compiled_dsa.custom_ops.kernels import sparse_mla_registers as kernel
-    elif WIDE and fp8 and H > FEW_HEADS and chosen.sides == 2:
-        from compiled_dsa.custom_ops.kernels import sparse_mla_wide as kernel  # type: ignore[no-redef]
     elif fp8 and H <= FEW_HEADS:
         from compiled_dsa.custom_ops.kernels import sparse_mla_few_heads as kernel  # type: ignore[no-redef]
     else:
