@@ -1,8 +1,8 @@
 """Rows of fp8 pools as left operands of products, dequantised in registers; and their producer, which only copies.
 
-A thread reads 16 (scores) or 8 or 16 (sums) codes of a key at a time from shared memory. Products may take the latents of
-a row, over which scores are summed, and the rows of the output in any order: the one in which each thread holds what its
-fragments need. So queries are stored in the first order, and sums are written back from the second.
+A thread reads 16 codes of a key at a time from shared memory. Products may take the latents of a row, over which scores
+are summed, and the rows of the output in any order: the one in which each thread holds what its fragments need. So
+queries are stored in the first order, and sums are written back from the second.
 
 Legend: a block is 64 keys; w, g, t: warp, and the lane as 4 g + t.
 """
@@ -58,6 +58,27 @@ SCALES_BY_KEY = gl.constexpr(
         shape=[64, 4],
     )
 )
+# Words [32, 128] of half of the keys for the sums: of keys 2 t, 2 t + 1 and those 8 further of each 16, 16 bytes at
+# 128 w + 16 g.
+_BY_LATENT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [1, 0], [8, 0], [16, 0]],
+        lane_bases=[[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
+        warp_bases=[[0, 32], [0, 64]],
+        block_bases=[],
+        shape=[32, 128],
+    )
+)
+_SCALES_BY_LATENT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [8, 0], [16, 0]],
+        lane_bases=[[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
+        warp_bases=[[0, 1], [0, 2]],
+        block_bases=[],
+        shape=[32, 4],
+    )
+)
+
 _BF16_4 = gl.constexpr((gl.bfloat16,) * 4)
 _BF16_8 = gl.constexpr((gl.bfloat16,) * 8)
 
@@ -200,14 +221,14 @@ def produce_raw(pool, rows, ntiles, stages, PAGED: gl.constexpr):
 
 
 @gluon.jit
-def lift(low, high):
+def _lift(low, high):
     """Two scales times 2^60 in bf16 in one word."""
     pair: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(pair, "=r,r,r", [low * LIFT, high * LIFT], gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def keys_operand(words, factor, PRODUCT: gl.constexpr):
+def _keys_operand(words, factor, PRODUCT: gl.constexpr):
     """Operand [64, 64] of the scores: 16 codes of each t of all keys, from words [64, 4, 4] and factors [64, 4, 4]."""
     factor = gl.inline_asm_elementwise(
         _FACTOR_OF_16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [words, factor], gl.int32, is_pure=True, pack=4
@@ -222,15 +243,15 @@ def keys_operand(words, factor, PRODUCT: gl.constexpr):
 
 @gluon.jit
 def add_scores(scores, words, scale, queries, PRODUCT: gl.constexpr):
-    """Adds a group, of words [64, 32] and scales [64] of keys, to scores [64, N]; queries are [N, 128]. The last product
-    is still under way."""
+    """Adds a group, of words [64, 32] and scales [64] of keys, to scores [64, N]; queries are [N, 128]. The last
+    product is still under way."""
     words = gl.permute(gl.reshape(words, [KEYS, 4, 2, 4]), (0, 1, 3, 2))
     halves = gl.split(words)
     LAYOUT: gl.constexpr = halves[0].type.layout
-    factor = gl.convert_layout(lift(scale, scale), gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    factor = gl.convert_layout(_lift(scale, scale), gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     factor, words = gl.broadcast(gl.expand_dims(gl.expand_dims(factor, 1), 2), halves[0])
     for i in gl.static_range(2):
-        keys = keys_operand(halves[i], factor, PRODUCT)
+        keys = _keys_operand(halves[i], factor, PRODUCT)
         part = queries.slice(i * 2 * WORDS, 2 * WORDS, dim=1).permute((1, 0))
         scores = warpgroup_mma(keys, part, scores, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
@@ -238,7 +259,7 @@ def add_scores(scores, words, scale, queries, PRODUCT: gl.constexpr):
 
 
 @gluon.jit
-def latents_operand(even, odd, factor, PRODUCT: gl.constexpr):
+def _latents_operand(even, odd, factor, PRODUCT: gl.constexpr):
     """Operand [256, 2 P] of the sums, from 2 words of each (w, g) of even and of odd keys [P, 4, 16] and the factors of
     both. Its row 128 q + 64 y + 16 w + 8 z + g holds byte 2 y + z of word q."""
     P: gl.constexpr = even.shape[0]
@@ -254,3 +275,21 @@ def latents_operand(even, odd, factor, PRODUCT: gl.constexpr):
     x = gl.reshape(x, [P, 4, 8, 2, 2, 2, 2])  # key pair, w, g, q, key, z, y
     x = gl.reshape(gl.permute(x, (3, 6, 1, 5, 2, 0, 4)), [256, 2 * P])
     return gl.convert_layout(x, gl.DotOperandLayout(0, PRODUCT, 2))
+
+
+@gluon.jit
+def latents_operands(codes, scales, PRODUCT: gl.constexpr):
+    """Operands [256, 32] of the sums, of codes [32 keys, 512] in words, and scales."""
+    words = gl.reshape(codes.load(_BY_LATENT), [16, 2, 4, 8, 2, 2])  # key pair, key, w, g, half, word
+    even, odd = gl.split(gl.permute(words, (0, 2, 3, 5, 4, 1)))  # [key pair, w, g, word, half]
+    even_left, even_right = gl.split(even)
+    odd_left, odd_right = gl.split(odd)
+    even_left = gl.reshape(even_left, [16, 4, 16])
+    LAYOUT: gl.constexpr = even_left.type.layout
+    low, high = gl.split(gl.permute(gl.reshape(scales.load(_SCALES_BY_LATENT), [16, 2, 4]), (0, 2, 1)))
+    factor = gl.convert_layout(_lift(low, high), gl.SliceLayout(2, LAYOUT))
+    factor, even_left = gl.broadcast(gl.expand_dims(factor, 2), even_left)
+    left = _latents_operand(even_left, gl.reshape(odd_left, [16, 4, 16]), factor, PRODUCT)
+    even_right = gl.convert_layout(gl.reshape(even_right, [16, 4, 16]), LAYOUT)
+    odd_right = gl.convert_layout(gl.reshape(odd_right, [16, 4, 16]), LAYOUT)
+    return left, _latents_operand(even_right, odd_right, factor, PRODUCT)

@@ -1,7 +1,7 @@
 """sparse_mla_decode on Hopper: which of the Gluon kernels serves a call, and how the call is cut; from shapes alone.
 
-sparse_mla_gluon computes blocks of 64 heads, sparse_mla_few_heads up to 32 heads over fp8 pools. A call that neither
-can serve is the plain Triton kernel's.
+sparse_mla_gluon computes blocks of 64 heads; over fp8 pools, sparse_mla_few_heads up to 32, and sparse_mla_registers up
+to 16 where a step has two blocks. A call that none of them can serve is the plain Triton kernel's.
 
 Legend: T rows, H heads, L latent dim, R rope dim, K lanes of the selection.
 """

@@ -1,17 +1,15 @@
 """Absorbed sparse attention of up to 16 heads over an fp8 pool on Hopper, in Gluon: keys are dequantised in registers.
 
 As in sparse_mla_few_heads, keys and latents are the rows of all products and heads their columns:
-scores^T = K Q^T, out^T = V^T weights^T. Here the left operands come from registers: the producer only copies rows of the
-pool, as they are, into a ring of stages, and the consumers convert codes on their way from shared memory into products.
-So a stage is half as large, more of them are under way, and no converted key passes through shared memory.
-
-A thread reads 16 codes of a key at a time. Products may take the latents of a row, over which scores are summed, and the
-rows of the output in any order: the one in which each thread holds what its fragments need. Queries are stored in the
-first order, and sums are written back from the second.
+scores^T = K Q^T, out^T = V^T weights^T. Here the left operands come from registers (sparse_mla_fragments): the producer
+copies rows of the pool as they are into a ring of stages, and the consumers convert codes on their way from shared
+memory into products. So a stage is half as large, more of them are under way, and no converted key passes through
+shared memory. (With 64 heads, sums and fragments do not fit into the registers: that took 316 us on an H200 where
+sparse_mla_gluon takes 196.)
 
 Two consumers have every other block each, and a softmax of their own; the first merges what both have.
 
-Legend: T rows, H heads, N = 16, S splits. A block is 64 keys. w, g, t: warp, and the lane as 4 g + t.
+Legend: T rows, H heads, N = 16, S splits. A block is 64 keys, a step two of them.
 """
 
 from typing import NamedTuple
@@ -32,14 +30,13 @@ from compiled_dsa.custom_ops.kernels.common import LN2, LOG2E, multiprocessors
 from compiled_dsa.custom_ops.kernels.sparse_mla_consume import Heads
 from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, store_q_rope
 from compiled_dsa.custom_ops.kernels.sparse_mla_fragments import (
-    GROUPS,
     BY_KEY,
+    GROUPS,
     SCALES_BY_KEY,
     WORDS,
     add_scores,
     allocate_stages,
-    latents_operand,
-    lift,
+    latents_operands,
     produce_raw,
 )
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
@@ -68,31 +65,20 @@ _QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
 _VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16]))
 
-# Words [32, 128] of half of the keys for the sums: of keys 2 t, 2 t + 1 and those 8 further of each 16, 16 bytes at
-# 128 w + 16 g.
-_BY_LATENT = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [1, 0], [8, 0], [16, 0]],
-        lane_bases=[[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
-        warp_bases=[[0, 32], [0, 64]],
-        block_bases=[],
-        shape=[32, 128],
-    )
-)
-_SCALES_BY_LATENT = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[1, 0], [8, 0], [16, 0]],
-        lane_bases=[[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
-        warp_bases=[[0, 1], [0, 2]],
-        block_bases=[],
-        shape=[32, 4],
-    )
-)
-
 _LOAD_QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 
+
+class _Tensors(NamedTuple):
+    q: gl.tensor  # bf16 [T, H, 512]
+    q_row: gl.tensor  # strides
+    q_head: gl.tensor
+    out: gl.tensor  # bf16 [S T, H, 512]
+    out_row: gl.tensor
+    out_head: gl.tensor
+
+
 class _Buffers(NamedTuple):
-    q_latent: gl.shared_memory_descriptor  # bf16 [1, 1, N, 512], in the order of _BY_KEY
+    q_latent: gl.shared_memory_descriptor  # bf16 [1, 1, N, 512], in the order of BY_KEY
     q_rope: gl.shared_memory_descriptor  # bf16 [1, 1, N, 64]
     weights: gl.shared_memory_descriptor  # bf16 [2, N, 64], of each consumer
     sums_left: gl.shared_memory_descriptor  # bf16 [1, 1, N, 256]; of the second consumer
@@ -150,7 +136,8 @@ def _block(left, right, total, maximum, count, buffers, stages, unit, CONSUMER: 
     right = right * shrink
     for i in gl.static_range(2):
         half = codes.slice(i * 32, 32, dim=0)
-        left_latents, right_latents = _latents(half, stages.scales.index(stage).slice(i * 32, 32, dim=0))
+        scales = stages.scales.index(stage).slice(i * 32, 32, dim=0)
+        left_latents, right_latents = latents_operands(half, scales, _PRODUCT)
         if i == 1:
             mbarrier.arrive(stages.empty.index(stage), count=1)
         part = weights.slice(i * 32, 32, dim=1).permute((1, 0))
@@ -161,31 +148,13 @@ def _block(left, right, total, maximum, count, buffers, stages, unit, CONSUMER: 
 
 
 @gluon.jit
-def _latents(codes, scales):
-    """Operands [256, 32] of the sums, of codes [32 keys, 512] in words, and scales."""
-    words = gl.reshape(codes.load(_BY_LATENT), [16, 2, 4, 8, 2, 2])  # key pair, key, w, g, half, word
-    even, odd = gl.split(gl.permute(words, (0, 2, 3, 5, 4, 1)))  # [key pair, w, g, word, half]
-    even_left, even_right = gl.split(even)
-    odd_left, odd_right = gl.split(odd)
-    even_left = gl.reshape(even_left, [16, 4, 16])
-    LAYOUT: gl.constexpr = even_left.type.layout
-    low, high = gl.split(gl.permute(gl.reshape(scales.load(_SCALES_BY_LATENT), [16, 2, 4]), (0, 2, 1)))
-    factor = gl.convert_layout(lift(low, high), gl.SliceLayout(2, LAYOUT))
-    factor, even_left = gl.broadcast(gl.expand_dims(factor, 2), even_left)
-    left = latents_operand(even_left, gl.reshape(odd_left, [16, 4, 16]), factor, _PRODUCT)
-    even_right = gl.convert_layout(gl.reshape(even_right, [16, 4, 16]), LAYOUT)
-    odd_right = gl.convert_layout(gl.reshape(odd_right, [16, 4, 16]), LAYOUT)
-    return left, latents_operand(even_right, odd_right, factor, _PRODUCT)
-
-
-@gluon.jit
-def _fetch_queries(q_latent, row_stride, head_stride, heads, rows, tile, buffers, barriers):
+def _fetch_queries(tensors, heads, rows, tile, buffers, barriers):
     """Queries of a tile, in the order in which _keys has the latents."""
     row, _split, _head = place_of_tile(rows, tile)
     head = gl.expand_dims(gl.arange(0, _N, layout=gl.SliceLayout(1, _LOAD_QUERIES)), 1)
     column = gl.expand_dims(gl.arange(0, LATENT, layout=gl.SliceLayout(0, _LOAD_QUERIES)), 0)
-    begin = q_latent + row.to(gl.int64) * row_stride
-    q = gl.load(begin + (head * head_stride + column), mask=head < heads.H, other=0.0)
+    begin = tensors.q + row.to(gl.int64) * tensors.q_row
+    q = gl.load(begin + (head * tensors.q_head + column), mask=head < heads.H, other=0.0)
     q = gl.reshape(q, [_N, 4, 4, 2, 4, 2, 2])  # group, t, 16 bytes, word, two codes, code
     q = gl.reshape(gl.permute(q, (0, 1, 3, 4, 5, 2, 6)), [_N, LATENT])
     tile_of(buffers.q_latent, 0).store(q)
@@ -194,7 +163,7 @@ def _fetch_queries(q_latent, row_stride, head_stride, heads, rows, tile, buffers
 
 
 @gluon.jit
-def _write(left, right, total, maximum, out, out_row, out_head, heads, rows, tile, buffers):
+def _write(left, right, total, maximum, tensors, heads, rows, tile, buffers):
     """The output of a tile and its log-sum-exp, of both consumers."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, _PRODUCT)
     row, split, _head = place_of_tile(rows, tile)
@@ -226,18 +195,17 @@ def _write(left, right, total, maximum, out, out_row, out_head, heads, rows, til
     both = gl.convert_layout(both, _LOAD_QUERIES)
     head = gl.expand_dims(gl.arange(0, _N, layout=gl.SliceLayout(1, _LOAD_QUERIES)), 1)
     column = gl.expand_dims(gl.arange(0, LATENT, layout=gl.SliceLayout(0, _LOAD_QUERIES)), 0)
-    gl.store(out + part.to(gl.int64) * out_row + (head * out_head + column), both, mask=head < heads.H)
+    begin = tensors.out + part.to(gl.int64) * tensors.out_row
+    gl.store(begin + (head * tensors.out_head + column), both, mask=head < heads.H)
 
 
 @gluon.jit
-def _consume(
-    q_latent, q_row, q_head, out, out_row, out_head, heads, rows, ntiles, unit, buffers, barriers, stages, CONSUMER: gl.constexpr
-):
+def _consume(tensors, heads, rows, ntiles, unit, buffers, barriers, stages, CONSUMER: gl.constexpr):
     """Every other block of a tile; the first consumer also fetches queries, merges and writes."""
     first = gl.program_id(0)
     hop = gl.num_programs(0)
     if CONSUMER == 0:
-        _fetch_queries(q_latent, q_row, q_head, heads, rows, first, buffers, barriers)
+        _fetch_queries(tensors, heads, rows, first, buffers, barriers)
     begin = 0
     parity = 0
     for tile in range(first, ntiles, hop):
@@ -251,9 +219,7 @@ def _consume(
         # begin must not stand in the range: Triton 3.6 takes what only bounds an inner loop for dead, and keeps it at 0
         for i in range(steps):
             count = 2 * (begin + i) + CONSUMER
-            left, right, total, maximum = _block(
-                left, right, total, maximum, count, buffers, stages, unit, CONSUMER
-            )
+            left, right, total, maximum = _block(left, right, total, maximum, count, buffers, stages, unit, CONSUMER)
         begin += steps
         total = gl.sum(total, axis=0)
         if CONSUMER == 1:
@@ -266,8 +232,8 @@ def _consume(
         else:
             mbarrier.wait(barriers.sums_full, parity)
             if tile + hop < ntiles:  # both consumers are past their last scores
-                _fetch_queries(q_latent, q_row, q_head, heads, rows, tile + hop, buffers, barriers)
-            _write(left, right, total, maximum, out, out_row, out_head, heads, rows, tile, buffers)
+                _fetch_queries(tensors, heads, rows, tile + hop, buffers, barriers)
+            _write(left, right, total, maximum, tensors, heads, rows, tile, buffers)
             mbarrier.arrive(barriers.sums_empty, count=1)
         parity ^= 1
 
@@ -326,11 +292,12 @@ def _attend(
     fence_async_shared()
     rows = Rows(ids, ids_row, width, count, req_of_row, pages, number, splits, 1)
     heads = Heads(H, q_rope, q_rope_row, q_rope_head, None, sinks, lse, lse_row, lse_head)
+    tensors = _Tensors(q_latent, q_row, q_head, out, out_row, out_head)
     unit = scale * LOG2E * LIFT
     gl.warp_specialize(
         [
-            (_consume, (q_latent, q_row, q_head, out, out_row, out_head, heads, rows, ntiles, unit, buffers, barriers, stages, 0)),
-            (_consume, (q_latent, q_row, q_head, out, out_row, out_head, heads, rows, ntiles, unit, buffers, barriers, stages, 1)),
+            (_consume, (tensors, heads, rows, ntiles, unit, buffers, barriers, stages, 0)),
+            (_consume, (tensors, heads, rows, ntiles, unit, buffers, barriers, stages, 1)),
             (produce_raw, (pool, rows, ntiles, stages, PAGED)),
         ],
         [4, 4],
