@@ -2,10 +2,8 @@
 
 wgmma has 64 rows or none, so the kernel of more heads pads. Here the operands are swapped: 64 keys, then 64 latents,
 are the rows, and the heads are columns: scores^T = K Q^T, out^T = V^T weights^T. A block of 64 keys then costs what
-reading it from shared memory twice costs, 1100 cycles instead of 2200, but three times that passes between its arrival
-and its release: each product, reduction and exponential waits for the one before. So two consumers take turns: each has
-every other block, a stage, and a softmax of its own, and the first merges what both have at the end of a tile. Sums of
-32 heads leave no registers for that; of those, and of tiles of one block, one consumer has all blocks.
+reading it from shared memory twice costs, 1100 cycles instead of 2200. (Up to 16 heads leave registers for converting
+keys there: sparse_mla_registers, which takes two blocks a step; this kernel has theirs of one block.)
 
 Two producers (sparse_mla_dequantise): of the left half, and of the right half and rope. Stages, their barriers and
 splits are those of sparse_mla_gluon.
@@ -51,13 +49,11 @@ _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
 _VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
-# A thread of the second consumer, of a producer. Four have 512, three 504; the first consumer has what they leave.
-_REGISTERS = gl.constexpr(144)
-_PRODUCER_REGISTERS = gl.constexpr(112)
+_PRODUCER_REGISTERS = gl.constexpr(112)  # a thread; the consumer has what two producers leave of 504
 
 
 class _Buffers(NamedTuple):
-    """Shared memory, as sparse_mla_gather.Buffers; N heads, 16 or 32; C consumers."""
+    """Shared memory, as sparse_mla_gather.Buffers; N heads, 16 or 32."""
 
     q_left: gl.shared_memory_descriptor  # bf16 [1, 1, N, 256]
     q_right: gl.shared_memory_descriptor
@@ -66,19 +62,15 @@ class _Buffers(NamedTuple):
     k_right: gl.shared_memory_descriptor
     k_rope: gl.shared_memory_descriptor  # bf16 [2, 64, 64]
     bound: gl.shared_memory_descriptor  # fp32 [2, 64]
-    weights: gl.shared_memory_descriptor  # bf16 [C, N, 64]
-    out_left: gl.shared_memory_descriptor  # bf16 [1, 1, N, 256]; sums of the second consumer, then the output
+    weights: gl.shared_memory_descriptor  # bf16 [1, N, 64]
+    out_left: gl.shared_memory_descriptor  # bf16 [1, 1, N, 256]
     out_right: gl.shared_memory_descriptor
-    maximum: gl.shared_memory_descriptor  # fp32 [N]; of the second consumer
-    total: gl.shared_memory_descriptor
 
 
 class _Barriers(NamedTuple):
     """As sparse_mla_gather.Barriers. Queries need no ``q_empty``: their writer has seen the sums, which come after."""
 
     q_full: gl.shared_memory_descriptor
-    sums_full: gl.shared_memory_descriptor  # of the second consumer: out, maximum and total
-    sums_empty: gl.shared_memory_descriptor
     left_full: gl.shared_memory_descriptor
     right_full: gl.shared_memory_descriptor
     left_empty: gl.shared_memory_descriptor
@@ -97,7 +89,6 @@ def _block(left, right, total, maximum, step, buffers, barriers, unit, zero, SID
     varying = step * zero
     own = varying + SIDE
     N: gl.constexpr = buffers.weights.shape[1]
-    CONSUMER: gl.constexpr = SIDE if buffers.weights.shape[0] == 2 else 0
     scores = gl.zeros([KEYS, N], gl.float32, layout=S)
     mbarrier.wait(barriers.left_full.index(SIDE), phase)
     queries = tile_of(buffers.q_left, varying).permute((1, 0))
@@ -117,7 +108,7 @@ def _block(left, right, total, maximum, step, buffers, barriers, unit, zero, SID
     finite = finite_of(new)
     shrink = gl.expand_dims(gl.exp2(maximum - finite), 0)
     p = gl.exp2(scores * unit - gl.expand_dims(finite, 0))
-    weights = buffers.weights.index(varying + CONSUMER).permute((1, 0))
+    weights = buffers.weights.index(varying).permute((1, 0))
     weights.store(p.to(gl.bfloat16))
     fence_async_shared()
     left = warpgroup_mma(buffers.k_left.index(own).permute((1, 0)), weights, left * shrink, is_async=True)
@@ -144,79 +135,41 @@ def _fetch_queries(q_desc, heads, rows, tile, buffers, barriers):
 
 
 @gluon.jit
-def _hand_over(left, right, total, maximum, parity, buffers, barriers):
-    """The second consumer's part of a tile to the first one: in bf16, like splits."""
-    mbarrier.wait(barriers.sums_empty, parity ^ 1)
-    tile_of(buffers.out_left, 0).permute((1, 0)).store((left * LIFT).to(gl.bfloat16))
-    tile_of(buffers.out_right, 0).permute((1, 0)).store((right * LIFT).to(gl.bfloat16))
-    buffers.maximum.store(maximum)
-    buffers.total.store(total)
-    mbarrier.arrive(barriers.sums_full, count=1)
-
-
-@gluon.jit
-def _merged(acc, factor, other_factor, buffer, TWO: gl.constexpr, S: gl.constexpr):
-    """A half of the output [256, N]; of two consumers, ``buffer`` holds the second one's sums."""
-    acc = acc * gl.expand_dims(factor, 0)
-    if TWO:
-        other = tile_of(buffer, 0).permute((1, 0)).load(S)
-        acc += other.to(gl.float32) * gl.expand_dims(other_factor, 0)
-    return acc.to(gl.bfloat16)
-
-
-@gluon.jit
-def _write(left, right, total, maximum, heads, rows, tile, buffers, barriers, S: gl.constexpr):
-    """The output of a tile and its log-sum-exp, of the first consumer's part and, where there are two, the second's."""
-    TWO: gl.constexpr = buffers.weights.shape[0] == 2
+def _write(left, right, total, maximum, heads, rows, tile, buffers, S: gl.constexpr):
+    """The output of a tile and its log-sum-exp."""
     N: gl.constexpr = buffers.weights.shape[1]
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     row, split, _head = place_of_tile(rows, tile)
     part = split * rows.number + row
     head = gl.arange(0, N, layout=COLUMN)
-    factor = gl.full([N], 1.0, gl.float32, layout=COLUMN)
-    other_factor = gl.full([N], 0.0, gl.float32, layout=COLUMN)
-    if TWO:
-        other = buffers.maximum.load(COLUMN)
-        new = gl.maximum(maximum, other)
-        factor = gl.exp2(maximum - finite_of(new))
-        other_factor = gl.exp2(other - finite_of(new))
-        total = total * factor + buffers.total.load(COLUMN) * other_factor
-        maximum = new
     log_sum = gl.where(total == 0.0, NONE, (maximum + gl.log2(total)) * LN2)
     where = heads.lse + part.to(gl.int64) * heads.lse_row + head * heads.lse_head
     gl.store(where, log_sum, mask=head < heads.H)
-    shrink = gl.full([N], 1.0, gl.float32, layout=COLUMN)
+    factor = gl.full([N], LIFT, gl.float32, layout=COLUMN)
     if heads.sinks is not None:
         sink = gl.load(heads.sinks + head, mask=head < heads.H, other=NONE) * LOG2E
         top = finite_of(gl.maximum(maximum, sink))
         shrink = gl.exp2(maximum - top)
+        factor = factor * shrink
         total = total * shrink + gl.exp2(sink - top)
-    shrink = shrink / gl.where(total == 0.0, 1.0, total)
-    factor = factor * shrink * LIFT
-    other_factor = other_factor * shrink
-    left = _merged(left, factor, other_factor, buffers.out_left, TWO, S)
-    right = _merged(right, factor, other_factor, buffers.out_right, TWO, S)
-    tile_of(buffers.out_left, 0).permute((1, 0)).store(left)
-    tile_of(buffers.out_right, 0).permute((1, 0)).store(right)
+    factor = gl.expand_dims(factor / gl.where(total == 0.0, 1.0, total), 0)
+    tile_of(buffers.out_left, 0).permute((1, 0)).store((left * factor).to(gl.bfloat16))
+    tile_of(buffers.out_right, 0).permute((1, 0)).store((right * factor).to(gl.bfloat16))
     fence_async_shared()
     tma_store(heads.o_desc, [part, 0, 0], buffers.out_left.index(0))
     tma_store(heads.o_desc, [part, 0, HALF], buffers.out_right.index(0))
     tma.store_wait(0)
-    if TWO:
-        mbarrier.arrive(barriers.sums_empty, count=1)
 
 
 @gluon.jit
-def _consume(q_desc, heads, rows, ntiles, unit, zero, buffers, barriers, CONSUMER: gl.constexpr, SIDES: gl.constexpr):
-    """All blocks of a tile or, of two consumers, those of side CONSUMER; the first one also fetches and writes."""
-    CONSUMERS: gl.constexpr = buffers.weights.shape[0]
+def _consume(q_desc, heads, rows, ntiles, unit, zero, buffers, barriers, SIDES: gl.constexpr):
+    """All blocks of a tile; also fetches queries and writes."""
     N: gl.constexpr = buffers.weights.shape[1]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     STEP: gl.constexpr = SIDES * KEYS
     first = gl.program_id(0)
     hop = gl.num_programs(0)
-    if CONSUMER == 0:
-        _fetch_queries(q_desc, heads, rows, first, buffers, barriers)
+    _fetch_queries(q_desc, heads, rows, first, buffers, barriers)
     begin = 0
     parity = 0
     for tile in range(first, ntiles, hop):
@@ -230,20 +183,15 @@ def _consume(q_desc, heads, rows, ntiles, unit, zero, buffers, barriers, CONSUME
         # begin must not stand in the range: Triton 3.6 takes what only bounds an inner loop for dead, and keeps it at 0
         for i in range(steps):
             step = begin + i
-            for side in gl.static_range(CONSUMER, SIDES, CONSUMERS):
+            for side in gl.static_range(SIDES):
                 left, right, total, maximum = _block(
                     left, right, total, maximum, step, buffers, barriers, unit, zero, side, S
                 )
         begin += steps
         total = gl.sum(total, axis=0)
-        if CONSUMER == 1:
-            _hand_over(left, right, total, maximum, parity, buffers, barriers)
-        else:
-            if CONSUMERS == 2:
-                mbarrier.wait(barriers.sums_full, parity)
-            if tile + hop < ntiles:  # both consumers are past their last scores
-                _fetch_queries(q_desc, heads, rows, tile + hop, buffers, barriers)
-            _write(left, right, total, maximum, heads, rows, tile, buffers, barriers, S)
+        if tile + hop < ntiles:
+            _fetch_queries(q_desc, heads, rows, tile + hop, buffers, barriers)
+        _write(left, right, total, maximum, heads, rows, tile, buffers, S)
         parity ^= 1
 
 
@@ -278,7 +226,6 @@ def _attend(
 ):
     if EARLY:
         gdc_launch_dependents()  # the programs that combine start and wait
-    CONSUMERS: gl.constexpr = 2 if N == 16 and SIDES == 2 else 1
     buffers = _Buffers(
         q_left=gl.allocate_shared_memory(gl.bfloat16, [1, 1, N, HALF], _QUERIES),
         q_right=gl.allocate_shared_memory(gl.bfloat16, [1, 1, N, HALF], _QUERIES),
@@ -287,17 +234,13 @@ def _attend(
         k_right=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, HALF], _TILE),
         k_rope=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, ROPE], _TILE),
         bound=gl.allocate_shared_memory(gl.float32, [2, KEYS], _VECTOR),
-        weights=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, N, KEYS], _TILE),
+        weights=gl.allocate_shared_memory(gl.bfloat16, [1, N, KEYS], _TILE),
         out_left=gl.allocate_shared_memory(gl.bfloat16, [1, 1, N, HALF], _QUERIES),
         out_right=gl.allocate_shared_memory(gl.bfloat16, [1, 1, N, HALF], _QUERIES),
-        maximum=gl.allocate_shared_memory(gl.float32, [N], _VECTOR),
-        total=gl.allocate_shared_memory(gl.float32, [N], _VECTOR),
     )
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     barriers = _Barriers(
         q_full=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        sums_full=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        sums_empty=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         left_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         right_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         left_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
@@ -306,8 +249,6 @@ def _attend(
         rope_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     mbarrier.init(barriers.q_full, count=2)  # latents as they arrive, rope when it is stored
-    mbarrier.init(barriers.sums_full, count=1)
-    mbarrier.init(barriers.sums_empty, count=1)
     for stage in gl.static_range(2):
         mbarrier.init(barriers.left_full.index(stage), count=1)
         mbarrier.init(barriers.right_full.index(stage), count=1)
@@ -320,27 +261,15 @@ def _attend(
     rows = Rows(ids, ids_row, width, count, req_of_row, pages, number, splits, 1)
     heads = Heads(H, q_rope, q_rope_row, q_rope_head, o_desc, sinks, lse, lse_row, lse_head)
     unit = scale * LOG2E * LIFT
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (q_desc, heads, rows, ntiles, unit, zero, buffers, barriers, 0, SIDES)),
-                (_consume, (q_desc, heads, rows, ntiles, unit, zero, buffers, barriers, 1, SIDES)),
-                (produce_dequantised, (None, heads, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 0, 1)),
-                (produce_dequantised, (None, heads, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 1, 1)),
-            ],
-            [4, 4, 4],
-            [_REGISTERS, _PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (q_desc, heads, rows, ntiles, unit, zero, buffers, barriers, 0, SIDES)),
-                (produce_dequantised, (None, heads, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 0, 1)),
-                (produce_dequantised, (None, heads, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 1, 1)),
-            ],
-            [4, 4],
-            [_PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (q_desc, heads, rows, ntiles, unit, zero, buffers, barriers, SIDES)),
+            (produce_dequantised, (None, heads, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 0, 1)),
+            (produce_dequantised, (None, heads, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 1, 1)),
+        ],
+        [4, 4],
+        [_PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
+    )
 
 
 def launch(
