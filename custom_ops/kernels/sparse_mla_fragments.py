@@ -242,10 +242,12 @@ def _keys_operand(words, factor, PRODUCT: gl.constexpr):
 
 
 @gluon.jit
-def add_scores(scores, words, scale, queries, PRODUCT: gl.constexpr):
-    """Adds a group, of words [64, 32] and scales [64] of keys, to scores [64, N]; queries are [N, 128]. The last
-    product is still under way."""
-    words = gl.permute(gl.reshape(words, [KEYS, 4, 2, 4]), (0, 1, 3, 2))
+def add_scores(scores, codes, scale, queries, PRODUCT: gl.constexpr):
+    """Adds a group, of codes [64, 128] in words and scales [64], to scores [64, N]; queries are [N, 128].
+
+    Operands of one product at a time: with those of the next one under way, 16 heads took 105 us instead of 86.
+    """
+    words = gl.permute(gl.reshape(codes.load(BY_KEY), [KEYS, 4, 2, 4]), (0, 1, 3, 2))
     halves = gl.split(words)
     LAYOUT: gl.constexpr = halves[0].type.layout
     factor = gl.convert_layout(_lift(scale, scale), gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
@@ -254,7 +256,7 @@ def add_scores(scores, words, scale, queries, PRODUCT: gl.constexpr):
         keys = _keys_operand(halves[i], factor, PRODUCT)
         part = queries.slice(i * 2 * WORDS, 2 * WORDS, dim=1).permute((1, 0))
         scores = warpgroup_mma(keys, part, scores, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
+        scores = warpgroup_mma_wait(0, deps=[scores])
     return scores
 
 

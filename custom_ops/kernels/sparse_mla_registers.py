@@ -30,7 +30,6 @@ from compiled_dsa.custom_ops.kernels.common import LN2, LOG2E, multiprocessors
 from compiled_dsa.custom_ops.kernels.sparse_mla_consume import Heads
 from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, store_q_rope
 from compiled_dsa.custom_ops.kernels.sparse_mla_fragments import (
-    BY_KEY,
     GROUPS,
     SCALES_BY_KEY,
     WORDS,
@@ -99,27 +98,19 @@ def _block(left, right, total, maximum, count, buffers, stages, unit, CONSUMER: 
     """Scores a block and adds it to the sums [256, N] of the left and right latents."""
     stage = count % _STAGES
     mbarrier.wait(stages.full.index(stage), count // _STAGES & 1)
+    fence_async_shared()  # the producer cannot: it does not wait for its copies
     codes = stages.codes.index(stage)
-    by_group = (
-        codes.slice(0, WORDS, dim=1).load(BY_KEY),
-        codes.slice(WORDS, WORDS, dim=1).load(BY_KEY),
-        codes.slice(2 * WORDS, WORDS, dim=1).load(BY_KEY),
-        codes.slice(3 * WORDS, WORDS, dim=1).load(BY_KEY),
-    )
+    queries = tile_of(buffers.q_latent, 0)
     even, odd = gl.split(gl.reshape(stages.scales.index(stage).load(SCALES_BY_KEY), [KEYS, 2, 2]))
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
-    scales = (first, second, third, fourth)
+    by_group = (first, second, third, fourth)
     scores = gl.zeros([KEYS, _N], gl.float32, layout=_PRODUCT)
-    # from registers too: else this would have to wait until the copies are visible to the tensor cores
-    keys = stages.rope.index(stage).load(gl.DotOperandLayout(0, _PRODUCT, 2))
     rope = tile_of(buffers.q_rope, 0).permute((1, 0))
-    scores = warpgroup_mma(keys, rope, scores, use_acc=False, is_async=True)
-    queries = tile_of(buffers.q_latent, 0)
+    scores = warpgroup_mma(stages.rope.index(stage), rope, scores, use_acc=False, is_async=True)
     for i in gl.static_range(GROUPS):
         part = queries.slice(i * 4 * WORDS, 4 * WORDS, dim=1)
-        scores = add_scores(scores, by_group[i], scales[i], part, _PRODUCT)
-    scores = warpgroup_mma_wait(0, deps=[scores])
+        scores = add_scores(scores, codes.slice(i * WORDS, WORDS, dim=1), by_group[i], part, _PRODUCT)
     # the smaller of NaN and -inf is -inf: lanes without token weigh nothing whatever the query of a padding row holds
     bound = stages.bound.index(stage).load(gl.SliceLayout(1, _PRODUCT))
     scores = gl.minimum(scores, gl.expand_dims(bound, 1))
@@ -142,7 +133,7 @@ def _block(left, right, total, maximum, count, buffers, stages, unit, CONSUMER: 
         part = weights.slice(i * 32, 32, dim=1).permute((1, 0))
         left = warpgroup_mma(left_latents, part, left, is_async=True)
         right = warpgroup_mma(right_latents, part, right, is_async=True)
-    left, right = warpgroup_mma_wait(0, deps=[left, right])
+        left, right = warpgroup_mma_wait(0, deps=[left, right])
     return left, right, total, new
 
 
