@@ -67,7 +67,7 @@ mov.b32 $0, low;
 }
 """)
 # $8 to $11: the factor of 16 codes, $4 to $7; NaN where one of them is NaN (0x7F or 0xFF), which would count as 480.
-_FACTOR_OF_16 = gl.constexpr("""
+FACTOR_OF_16 = gl.constexpr("""
 {
 .reg .b32 a, b, c, d;
 .reg .pred nan;
@@ -94,7 +94,7 @@ mov.b32 $3, a;
 
 
 @gluon.jit
-def _as_words(tile):
+def as_words(tile):
     """A tile of bf16 in shared memory as int32, two elements to a word."""
     shape: gl.constexpr = [tile.shape[0], tile.shape[1] // 2]
     if _RENAMED:
@@ -120,7 +120,7 @@ def _dequantise(codes, factor):
     """bf16 pairs (int32 [64, 64]) of e4m3 ``codes`` (int32 [64, 32], 4 each) with one factor a row."""
     factor, codes = gl.broadcast(gl.expand_dims(factor, 1), codes)
     factor = gl.inline_asm_elementwise(
-        _FACTOR_OF_16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [codes, factor], gl.int32, is_pure=True, pack=4
+        FACTOR_OF_16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [codes, factor], gl.int32, is_pure=True, pack=4
     )
     low, high = gl.inline_asm_elementwise(
         _TO_BF16, "=r,=r,r,r", [codes, factor], (gl.int32, gl.int32), is_pure=True, pack=1
@@ -155,7 +155,7 @@ def _copy_rope(address, there, phase, buffers, barriers, SIDE: gl.constexpr):
     column = gl.expand_dims(gl.arange(0, _GROUP, layout=gl.SliceLayout(0, _CODES)), 0)
     begin = gl.expand_dims(address, 1) + (_GROUPS * _GROUP + _GROUPS + column)
     mbarrier.wait(barriers.rope_empty.index(stage), phase)
-    copy(_as_words(buffers.k_rope.index(stage)), begin, mask=gl.expand_dims(there, 1))
+    copy(as_words(buffers.k_rope.index(stage)), begin, mask=gl.expand_dims(there, 1))
     async_copy.mbarrier_arrive(barriers.rope_full.index(stage), increment_count=False)
     buffers.bound.index(SIDE).store(gl.where(there, float("inf"), NONE))
     mbarrier.arrive(barriers.rope_full.index(stage), count=1)
@@ -195,7 +195,7 @@ def _factors(half, phase, barriers, SIDE: gl.constexpr, RIGHT: gl.constexpr):
 def _store(half, factors, buffers, barriers, SIDE: gl.constexpr, RIGHT: gl.constexpr):
     """A half, dequantised, into its stage."""
     codes, _scales = half
-    tile = _as_words((buffers.k_right if RIGHT else buffers.k_left).index(SIDE))
+    tile = as_words((buffers.k_right if RIGHT else buffers.k_left).index(SIDE))
     full = barriers.right_full if RIGHT else barriers.left_full
     _barrier()  # else ptxas puts the loads that come before between the conversions, where registers are few
     for i in gl.static_range(2):

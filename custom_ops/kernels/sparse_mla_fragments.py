@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT
+from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import FACTOR_OF_16, LIFT, as_words
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     KEYS,
     NONE,
@@ -30,7 +30,6 @@ GROUPS = gl.constexpr(4)
 _ROW = gl.constexpr((512 + 4 * 4 + 2 * 64) // 4)  # words of a row of the pool: codes, scales, rope
 
 _ROPE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
-_ROPE_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 _VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # 16 bytes of 8 keys apart by one or by two lie in different banks.
@@ -82,9 +81,6 @@ _SCALES_BY_LATENT = gl.constexpr(
 _BF16_4 = gl.constexpr((gl.bfloat16,) * 4)
 _BF16_8 = gl.constexpr((gl.bfloat16,) * 8)
 
-# Triton 3.9 has renamed it.
-_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
 # $0 to $3: the bf16 of the 4 codes $4 with the factor $5, twice; see sparse_mla_dequantise.
 _KEY_TO_BF16 = gl.constexpr("""
 {
@@ -111,32 +107,6 @@ _LATENTS_TO_BF16 = gl.constexpr(
     )
     + "}"
 )
-# $4 to $7: 16 codes of a key; $8: their factor; NaN where one of them is NaN. (The sums need no such check: the weight
-# of a key that has a NaN is NaN.)
-_FACTOR_OF_16 = gl.constexpr("""
-{
-.reg .b32 a, b, c, d;
-.reg .pred nan;
-and.b32 a, $4, 0x7F7F7F7F;
-and.b32 b, $5, 0x7F7F7F7F;
-and.b32 c, $6, 0x7F7F7F7F;
-and.b32 d, $7, 0x7F7F7F7F;
-add.u32 a, a, 0x01010101;
-add.u32 b, b, 0x01010101;
-add.u32 c, c, 0x01010101;
-add.u32 d, d, 0x01010101;
-or.b32 a, a, b;
-or.b32 a, a, c;
-or.b32 a, a, d;
-and.b32 a, a, 0x80808080;
-setp.ne.u32 nan, a, 0;
-selp.b32 a, 0x7FFF7FFF, $8, nan;
-mov.b32 $0, a;
-mov.b32 $1, a;
-mov.b32 $2, a;
-mov.b32 $3, a;
-}
-""")
 
 
 class Stages(NamedTuple):
@@ -169,16 +139,6 @@ def allocate_stages(STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def _rope_words(tile):
-    """A tile of bf16 in shared memory as int32, two elements to a word."""
-    shape: gl.constexpr = [tile.shape[0], tile.shape[1] // 2]
-    if _RENAMED:
-        return tile.reinterpret(gl.int32, shape, _ROPE_WORDS)
-    else:
-        return tile._reinterpret(gl.int32, shape, _ROPE_WORDS)
-
-
-@gluon.jit
 def _addresses(pool, rows, offset, block, n, PAGED: gl.constexpr, LAYOUT: gl.constexpr):
     """(addresses [64, 1] of the rows of a block, which of them hold a token)."""
     slots = slots_of_block(rows, offset, block, n, PAGED, gl.SliceLayout(1, LAYOUT))
@@ -207,7 +167,7 @@ def produce_raw(pool, rows, ntiles, stages, PAGED: gl.constexpr):
             copy(stages.codes.index(stage), address + word, mask=there)
             copy(stages.scales.index(stage), scale_address + (GROUPS * WORDS + group), mask=scale_there)
             rope = address + (GROUPS * WORDS + GROUPS + rope_word)
-            copy(_rope_words(stages.rope.index(stage)), rope, mask=there)
+            copy(as_words(stages.rope.index(stage)), rope, mask=there)
             async_copy.mbarrier_arrive(full, increment_count=False)
             bound = gl.where(gl.reshape(there, [KEYS]), float("inf"), NONE)
             stages.bound.index(stage).store(bound)
@@ -229,9 +189,12 @@ def _lift(low, high):
 
 @gluon.jit
 def _keys_operand(words, factor, PRODUCT: gl.constexpr):
-    """Operand [64, 64] of the scores: 16 codes of each t of all keys, from words [64, 4, 4] and factors [64, 4, 4]."""
+    """Operand [64, 64] of the scores: 16 codes of each t of all keys, from words [64, 4, 4] and factors [64, 4, 4].
+
+    Only here a NaN code makes a NaN: the sums need no check, as the weight of a key with a NaN is one.
+    """
     factor = gl.inline_asm_elementwise(
-        _FACTOR_OF_16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [words, factor], gl.int32, is_pure=True, pack=4
+        FACTOR_OF_16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [words, factor], gl.int32, is_pure=True, pack=4
     )
     a, b, c, d = gl.inline_asm_elementwise(
         _KEY_TO_BF16, "=h,=h,=h,=h,r,r", [words, factor], _BF16_4, is_pure=True, pack=1
