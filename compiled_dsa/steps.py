@@ -106,9 +106,11 @@ class Planner:
     # ---- Batch ------------------------------------------------------------------------------------------------------
 
     def with_rows(self, args: tuple, kwargs: dict[str, Any]) -> Step | None:
-        """A forward whose batch has no row, as one of a few padding rows that ``plan`` takes; None for any other.
+        """A forward whose batch has no row, as one of a few padding rows, which ``plan`` takes where it takes as many requests;
+        None for any other.
 
-        Code compiled for some rows would be compiled once more for none, and there is no graph of no rows.
+        Code compiled for some rows would be compiled once more for none, and there is no graph of no rows. In a prefill
+        without requests, tensors of requests are taken for rows: they have no entries either.
         """
         batches = [a for a in (*args, *kwargs.values()) if isinstance(a, Batch)]
         if len(batches) != 1 or batches[0].positions.shape[0]:
@@ -129,8 +131,9 @@ class Planner:
         if self._pages is None:
             self._pages = batch.page_table.shape[1]
         padding = _Padding(T, B, rows, requests, self._pages)
+        sizes = padding.sizes
         shapes = tuple(
-            (padding.sizes.get(a.shape[0], a.shape[0]), *a.shape[1:])
+            (sizes.get(a.shape[0], a.shape[0]), *a.shape[1:])
             for a in (*args, *kwargs.values())
             if isinstance(a, Tensor) and a.dim()
         )

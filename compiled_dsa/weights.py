@@ -231,7 +231,8 @@ class AdapterWatch:
 
 def _is_switchable(module: nn.Module) -> bool:
     """Is it a layer of peft's, LoRA or not, or its wrapper of modules that are trained whole?"""
-    return isinstance(getattr(module, "disable_adapters", None), bool)  # of whole models it is a method
+    # of whole models disable_adapters is a method
+    return isinstance(getattr(module, "disable_adapters", None), bool) and hasattr(module, "active_adapter")
 
 
 def _flag_reader(module: nn.Module) -> Callable[[nn.Module], tuple]:

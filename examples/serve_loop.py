@@ -162,7 +162,8 @@ def warm_up(model: ServedModel, pool: PagePool, token_sizes: list[int], batch_si
             model(ids, Batch.idle(rows, requests, pages, device, kind=kind, skip_scores=skip_scores), pool)
 
     def prefill(rows: int) -> None:
-        # the fewest requests of each bucket: as many as rows would be compiled for that alone where nothing is padded
+        # the fewest requests of each bucket: with as many requests as rows, torch would compile for that equality where
+        # nothing is padded
         for requests in (batch_sizes[0], *(size + 1 for size in prefill_batch_sizes(batch_sizes)[:-1])):
             run(rows, requests, PREFILL)
 

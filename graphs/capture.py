@@ -172,7 +172,9 @@ class _Recorder:
         """Ends a capture that failed."""
         graph, self._graph = self._graph, None
         if graph is not None:
-            with contextlib.suppress(RuntimeError):  # the error that made the capture fail, once more
+            # the error that made the capture fail, once more; and a capture that failed at once is empty
+            with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 graph.capture_end()
 
 

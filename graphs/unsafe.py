@@ -1,4 +1,4 @@
-"""Ops that are marked as unsafe in CUDA graphs, but not in the way in which captures are broken.
+"""Ops that carry torch's tag ``cudagraph_unsafe`` but are no split ops of ours.
 
 torch's tag ``cudagraph_unsafe`` says that an op must not be captured. It does not say what a replay needs to know to
 run the op between segments (custom_ops/capture.py), and the op itself does not notice a capture: it would be captured
@@ -22,7 +22,7 @@ def unsafe_ops(graph_module: fx.GraphModule) -> list[str]:
     return sorted({op.name() for op in tagged if op is not None} - SPLIT_OPS)
 
 
-def refusing_backend(backend: str | Callable = "inductor") -> Callable:
+def refusing_backend(backend: str | Callable) -> Callable:
     """A backend that compiles with ``backend``; code with such an op runs as ever, but not under a capture.
 
     Under one it raises ``CaptureError``, which names the op, before any of its kernels is captured.

@@ -30,6 +30,8 @@ from compiled_dsa.custom_ops.mla_prefill import row_scratch_bytes
 # heads) a lane of the selection (H200, 4096 rows, K = 2048). Rows may have fewer lanes than their ids have columns.
 LANES_PER_TOKEN = 4
 
+_MOST_ELEMENTS = 2**31 - 1  # of latents [H, rows, L]: kernels count those between heads in int32
+
 _TOKENS = 16  # of a program that dequantises
 
 
@@ -176,7 +178,7 @@ def attend_absorbed(
         if wave < rows_at_once < T:
             rows_at_once -= rows_at_once % wave  # a last wave that is nearly empty costs as much as a full one
     else:
-        rows_at_once = min(T, scratch_bytes // row_scratch_bytes(q_nope, kv_b))
+        rows_at_once = min(T, scratch_bytes // row_scratch_bytes(q_nope, kv_b), _MOST_ELEMENTS // (H * L))
         tile = sparse_mla.tiling(rows_at_once, H, L, width, q_nope.dtype, q_nope.device)._replace(splits=1)
         lse = torch.empty(rows_at_once, H, dtype=torch.float32, device=q_nope.device)
     w_uk, w_uv = kv_b[:, :N], kv_b[:, N:].transpose(1, 2)  # [H, N, L], [H, L, V]
@@ -203,8 +205,9 @@ def attend_rows_alone(
 ) -> None:
     """As ``attend_absorbed``; nothing that rounds a row follows from the other rows or from the budget."""
     T, H, N = q_nope.shape
-    rows_at_once = min(T, scratch_bytes // row_scratch_bytes(q_nope, kv_b))
-    buffer = q_nope.new_empty(H, rows_at_once, kv_b.shape[2])
+    L = kv_b.shape[2]
+    rows_at_once = min(T, scratch_bytes // row_scratch_bytes(q_nope, kv_b), _MOST_ELEMENTS // (H * L))
+    buffer = q_nope.new_empty(H, rows_at_once, L)
     lse = torch.empty(rows_at_once, H, dtype=torch.float32, device=q_nope.device)
     for start in range(0, T, rows_at_once):
         stop = min(start + rows_at_once, T)

@@ -43,7 +43,7 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     tile_of,
     tma_load,
 )
-from compiled_dsa.custom_ops.kernels.sparse_mla_hopper import FEW_HEADS
+from compiled_dsa.custom_ops.kernels.sparse_mla_hopper import FEW_HEADS, REGISTER_HEADS
 
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
@@ -277,7 +277,7 @@ def launch(
 ) -> None:
     """As ``sparse_mla_gluon.launch``, of an fp8 pool and at most 32 heads; ``out`` is bf16."""
     T, H, _ = q_latent.shape
-    heads = 16 if H <= 16 else FEW_HEADS
+    heads = REGISTER_HEADS if H <= REGISTER_HEADS else FEW_HEADS
     splits = out.shape[0] if out.dim() == 4 else 1
     out = out.flatten(0, -3)
     ids = page_table if topk is None else topk

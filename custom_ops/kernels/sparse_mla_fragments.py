@@ -121,7 +121,7 @@ class Stages(NamedTuple):
 
 
 @gluon.jit
-def allocate_stages(STAGES: gl.constexpr, READERS: gl.constexpr):
+def allocate_stages(STAGES: gl.constexpr):
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     stages = Stages(
         codes=gl.allocate_shared_memory(gl.int32, [STAGES, KEYS, GROUPS * WORDS], _CODES),
@@ -134,7 +134,7 @@ def allocate_stages(STAGES: gl.constexpr, READERS: gl.constexpr):
     for stage in gl.static_range(STAGES):
         # each thread of the producer, as its copies arrive, and once for the bound
         mbarrier.init(stages.full.index(stage), count=129)
-        mbarrier.init(stages.empty.index(stage), count=READERS)
+        mbarrier.init(stages.empty.index(stage), count=1)
     return stages
 
 

@@ -51,17 +51,16 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     steps_of,
     tile_of,
 )
+from compiled_dsa.custom_ops.kernels.sparse_mla_hopper import REGISTER_HEADS
 
-HEADS = 16
-
-_N = gl.constexpr(HEADS)
+_N = gl.constexpr(REGISTER_HEADS)
 _STAGES = gl.constexpr(4)
 _REGISTERS = gl.constexpr((232, 40))  # a thread of the second consumer, of the producer; the first has the rest of 504
 
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
 _VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16]))
+_PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REGISTER_HEADS, 16]))
 
 _LOAD_QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 
@@ -76,7 +75,7 @@ class _Tensors(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    q_latent: gl.shared_memory_descriptor  # bf16 [1, 1, N, 512], in the order of BY_KEY
+    q_latent: gl.shared_memory_descriptor  # bf16 [1, 1, N, 512], in the order in which BY_KEY has the latents
     q_rope: gl.shared_memory_descriptor  # bf16 [1, 1, N, 64]
     weights: gl.shared_memory_descriptor  # bf16 [2, N, 64], of each consumer
     sums_left: gl.shared_memory_descriptor  # bf16 [1, 1, N, 256]; of the second consumer
@@ -139,7 +138,7 @@ def _block(left, right, total, maximum, count, buffers, stages, unit, CONSUMER: 
 
 @gluon.jit
 def _fetch_queries(tensors, heads, rows, tile, buffers, barriers):
-    """Queries of a tile, in the order in which _keys has the latents."""
+    """Queries of a tile, in the order in which BY_KEY has the latents."""
     row, _split, _head = place_of_tile(rows, tile)
     head = gl.expand_dims(gl.arange(0, _N, layout=gl.SliceLayout(1, _LOAD_QUERIES)), 1)
     column = gl.expand_dims(gl.arange(0, LATENT, layout=gl.SliceLayout(0, _LOAD_QUERIES)), 0)
@@ -260,7 +259,7 @@ def _attend(
 ):
     if EARLY:
         gdc_launch_dependents()  # the programs that combine start and wait
-    stages = allocate_stages(_STAGES, 1)
+    stages = allocate_stages(_STAGES)
     buffers = _Buffers(
         q_latent=gl.allocate_shared_memory(gl.bfloat16, [1, 1, _N, LATENT], _QUERIES),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [1, 1, _N, ROPE], _QUERIES),
@@ -298,7 +297,7 @@ def _attend(
 def launch(
     q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse: Tensor, width: int, sides: int
 ) -> None:
-    """As ``sparse_mla_gluon.launch``, of an fp8 pool and at most 16 heads; ``out`` is bf16."""
+    """As ``sparse_mla_gluon.launch``, of an fp8 pool and at most 16 heads; ``out`` is bf16, and ``sides`` 2."""
     T, H, _ = q_latent.shape
     splits = out.shape[0] if out.dim() == 4 else 1
     out = out.flatten(0, -3)
