@@ -106,8 +106,8 @@ class Planner:
     # ---- Batch ------------------------------------------------------------------------------------------------------
 
     def with_rows(self, args: tuple, kwargs: dict[str, Any]) -> Step | None:
-        """A forward whose batch has no row, as one of a few padding rows, which ``plan`` takes where it takes as many requests;
-        None for any other.
+        """A forward whose batch has no row, as one of a few padding rows, which ``plan`` takes where it takes as many
+        requests; None for any other.
 
         Code compiled for some rows would be compiled once more for none, and there is no graph of no rows. In a prefill
         without requests, tensors of requests are taken for rows: they have no entries either.

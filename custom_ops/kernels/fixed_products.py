@@ -1,7 +1,7 @@
 """Products whose rows have the same bits in any batch: tiles that do not depend on the number of rows.
 
-GEMMs of a library choose tiles, and splits of what they sum over, by the number of rows. A deterministic mla_prefill uses
-this kernel in their place.
+GEMMs of a library choose tiles, and splits of what they sum over, by the number of rows. A deterministic mla_prefill
+uses this kernel in their place.
 
 What a product is compiled for besides (which strides are multiples of 16) changes how tiles are loaded, not their sums.
 
