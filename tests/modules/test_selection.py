@@ -62,11 +62,17 @@ def test_tokens_of_the_config_are_always_selected():
     assert (captured[0][-2:] == -1).all()  # padding
 
 
-@pytest.mark.parametrize(("init", "local"), [(10, 7), (-1, 0)])
-def test_more_tokens_than_are_selected_are_refused(init, local):
+@pytest.mark.parametrize(
+    ("init", "local", "message"),
+    [
+        (10, 7, f"init_tokens=10, local_tokens=7; .* {INDEX_TOPK} are selected"),
+        (-1, 0, "index_init_tokens=-1; it must be"),
+    ],
+)
+def test_more_tokens_than_are_selected_are_refused(init, local, message):
     hf = tiny_config("deepseek_v32")
     hf.index_init_tokens, hf.index_local_tokens = init, local
-    with pytest.raises(ValueError, match=f"init_tokens={init}, local_tokens={local}; .* {INDEX_TOPK} are selected"):
+    with pytest.raises(ValueError, match=message):
         DSAConfig.from_hf(hf)
 
 
