@@ -6,7 +6,8 @@ the row ends last selects among the candidates of all. They are counted in fine 
 maximum, so that hardly any search is left to it; without bins it counts as select.py does. Where a segment is too
 small, that program selects from the scores of the whole row as select.py does.
 
-No program waits for another. The order of chosen keys depends on the segments only, never on which program ends last.
+No program waits for another. The order of chosen keys depends on the segments only, never on which program ends last;
+with ``deterministic`` it becomes that of their positions (in_order.py).
 
 The bound needs K disjoint groups of scores whose maxima reach it. ``PIECES`` maxima that lie far apart make one group,
 so that a run of neighbouring good keys, which fill few groups, loosens it little. Where a row has too few maxima for
