@@ -253,6 +253,8 @@ def select_row(
                 place, count = places(ties, count)
                 tl.store(chosen + place, lane, mask=ties)
             tl.debug_barrier()
+            if count < K:  # so few groups have a number: all are taken, and scores below their maxima too
+                bound = float("-inf")
             good = group < count
             group = tl.load(chosen + group, mask=good, other=0)
 
