@@ -56,10 +56,10 @@ class DSAConfig:
             selected, whatever their scores; the indexer fills the rest of index_topk. transformers' own forward, which
             some calls need, knows no such tokens.
         index_k_norm: "layer" (LayerNorm with weight and bias) or "rms".
-        deterministic: top-k prefers the lowest position among equal scores and replays bitwise; and a row's attention,
-            given its queries, keys and selection, has the same bits whatever other rows the batch has. The attention
-            ops alone promise that: GEMMs around them (projections, in a decode also absorption and un-absorption) round
-            with the number of rows. What it costs: README, "Numbers".
+        deterministic: top-k prefers the lowest position among equal scores, selects in the order of positions and
+            replays bitwise; and a row's attention, given its queries, keys and selection, has the same bits whatever
+            other rows the batch has. The ops of both alone promise that: GEMMs around them (projections, in a decode
+            also absorption and un-absorption) round with the number of rows. What it costs: README, "Numbers".
         scratch_bytes: bound on the temporary memory of each prefill op.
     """
 

@@ -166,14 +166,21 @@ def reference(
 
 
 def choose(scores: Tensor, forced: Tensor, K: int, deterministic: bool) -> Tensor:
-    """The positions [rows, K] of those ``forced`` and of the best other scores, -1 where fewer than K are numbers."""
+    """The positions [rows, K] of those ``forced`` and of the best other scores, then -1 where fewer than K are numbers.
+
+    With ``deterministic`` the lowest of equal scores are taken, and positions ascend.
+    """
     key = order_key(scores)
     key.masked_fill_(forced, torch.iinfo(key.dtype).max)  # which no score maps to
     if deterministic:
         best_key, best = (x[:, :K] for x in key.sort(dim=-1, descending=True, stable=True))
     else:
         best_key, best = key.topk(K, dim=-1)
-    return torch.where(best_key == torch.iinfo(key.dtype).min, -1, best)
+    none = scores.shape[1]  # after all positions
+    best = torch.where(best_key == torch.iinfo(key.dtype).min, none, best)
+    if deterministic:
+        best = best.sort(dim=-1).values
+    return torch.where(best == none, -1, best)
 
 
 ARGUMENTS = (
@@ -228,9 +235,10 @@ def index_topk_decode(
         req_of_row: int32 [T], the request of each row, in [0, B).
         visible: int32 [T], the row may choose positions [0, visible); 0 for padding rows.
         topk_out: int32 [T, K], written whole: physical slots of min(K, number of visible keys whose score is not NaN)
-            distinct keys, unordered, then -1. A row that sees at most K keys gets all of them in order, no score looked
-            at; a position without a page leaves -1 in its place.
-        deterministic: among equal scores the lowest position wins, and replays are bitwise equal.
+            distinct keys, unordered without ``deterministic``, then -1. A row that sees at most K keys gets all of them
+            in order, no score looked at; a position without a page leaves -1 in its place.
+        deterministic: among equal scores the lowest position wins, the keys lie in the order of their positions, and
+            replays are bitwise equal. So what a row gets depends on its scores alone, not on the rest of the batch.
         positions_out: int32 [T, K] or None, written whole: the position in its request of each lane of ``topk_out``,
             -1 where that is -1.
         init_tokens, local_tokens: the first ``init_tokens`` and the last ``local_tokens`` of the visible positions are

@@ -43,8 +43,9 @@ def replace_attention(model: PreTrainedModel, **options: int) -> PreTrainedModel
 
     Args:
         options: what a checkpoint leaves open, for every layer and its indexer (``DSAConfig`` says more):
-            ``deterministic``: top-k prefers the lowest position among equal scores and replays bitwise, and a row's
-            attention has the same bits in any batch, which costs time where rows are few.
+            ``deterministic``: top-k prefers the lowest position among equal scores, selects in the order of positions
+            and replays bitwise, and a row's attention has the same bits in any batch, which costs time where rows are
+            few.
             ``scratch_bytes``: bound on the temporary memory of each prefill op, 512 MiB by default.
             ``index_init_tokens``, ``index_local_tokens``: the first and the last so many tokens that are always
             selected, by default as ``model.config`` says.

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_dsa.custom_ops.kernels.common import paged_slots
+from compiled_dsa.custom_ops.kernels.common import outputs, paged_slots
 from compiled_dsa.custom_ops.layout import PAGE
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of finite fp32 numbers
@@ -156,7 +156,7 @@ def _write_positions(
     page_table,
     req_of_row,
     visible,
-    topk_out,  # [T, K]
+    topk_out,  # [T, K], if SLOTS
     positions_out,  # [T, K], if POSITIONS
     columns,
     pages,
@@ -168,6 +168,7 @@ def _write_positions(
     out_row,
     positions_out_row,
     LANES: tl.constexpr,
+    SLOTS: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -178,7 +179,8 @@ def _write_positions(
     lane = tl.arange(0, LANES)
     if n <= K:
         slot = paged_slots(table, lane, lane < n, pages).to(tl.int32)
-        tl.store(out + lane, slot, mask=lane < K)
+        if SLOTS:
+            tl.store(out + lane, slot, mask=lane < K)
         if POSITIONS:
             tl.store(out_positions + lane, tl.where(slot >= 0, lane, -1), mask=lane < K)
         return
@@ -188,9 +190,10 @@ def _write_positions(
     taken = score > float("-inf")
     slot = paged_slots(table, position, taken, pages)
     place = tl.cumsum(taken.to(tl.int32), axis=0) - 1
-    tl.store(out + place, slot.to(tl.int32), mask=taken)
     count = tl.sum(taken.to(tl.int32), axis=0)
-    tl.store(out + lane, tl.full([LANES], -1, tl.int32), mask=(lane >= count) & (lane < K))
+    if SLOTS:
+        tl.store(out + place, slot.to(tl.int32), mask=taken)
+        tl.store(out + lane, tl.full([LANES], -1, tl.int32), mask=(lane >= count) & (lane < K))
     if POSITIONS:
         tl.store(out_positions + place, position, mask=taken)
         tl.store(out_positions + lane, tl.full([LANES], -1, tl.int32), mask=(lane >= count) & (lane < K))
@@ -202,21 +205,22 @@ def write_positions(
     page_table: Tensor,
     req_of_row: Tensor,
     visible: Tensor,
-    topk_out: Tensor,
+    topk_out: Tensor | None,
     pages: int,
     positions_out: Tensor | None = None,
 ) -> None:
-    """Writes ``topk_out`` and, if any, ``positions_out``, both [T, K] and whole, from positions [T, n] that a selection
-    chose among ordered scores (see ``order_scores``): slots of those whose score is not -inf, then -1."""
-    T, K = topk_out.shape
+    """Writes ``topk_out``, ``positions_out`` or both, [T, K] and whole, from positions [T, n] that a selection chose
+    among ordered scores (see ``order_scores``): of those whose score is not -inf, then -1."""
+    slots, where = outputs(topk_out, positions_out)
+    T, K = slots.shape
     _write_positions[(T,)](
         positions,
         scores,
         page_table,
         req_of_row,
         visible,
-        topk_out,
-        topk_out if positions_out is None else positions_out,
+        slots,
+        where,
         page_table.shape[1] * PAGE,
         pages,
         K,
@@ -224,9 +228,10 @@ def write_positions(
         positions.stride(0),
         scores.stride(0),
         page_table.stride(0),
-        topk_out.stride(0),
-        0 if positions_out is None else positions_out.stride(0),
+        slots.stride(0),
+        where.stride(0),
         LANES=max(16, triton.next_power_of_2(K)),
+        SLOTS=topk_out is not None,
         POSITIONS=positions_out is not None,
         num_warps=8,
     )

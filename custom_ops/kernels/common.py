@@ -67,6 +67,11 @@ def early_start(early: bool) -> dict[str, bool]:
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
+def outputs(topk_out: Tensor | None, positions_out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both outputs of a selection; the other one in the place of one that is None, which its kernel does not write."""
+    return positions_out if topk_out is None else topk_out, topk_out if positions_out is None else positions_out
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """fp32 dots are exact products: tf32 would change which tokens are selected."""
     return "ieee" if dtype == torch.float32 else "tf32"

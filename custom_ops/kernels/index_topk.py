@@ -6,10 +6,13 @@ that is always chosen gets a score of +inf; other such scores then become the la
 
 Three kernels select: one program a row (select.py), several where rows are few and long (select_split.py), and one that
 reads a long row of a prefill once (select_listed.py). In all of them the lowest positions win among equal scores, with
-and without ``deterministic``. Rows that see at most K keys take them all; their scores are neither computed nor read.
+and without ``deterministic``; with it, in_order.py then puts the keys into one order. Rows that see at most K keys take
+them all; their scores are neither computed nor read.
 
 Legend: HI index heads, D index head dim, P pages, W columns of the page table.
 """
+
+from functools import partial
 
 import torch
 import triton
@@ -24,6 +27,7 @@ from compiled_dsa.custom_ops.kernels.common import (
     refuses_dtype,
     refuses_strides,
 )
+from compiled_dsa.custom_ops.kernels.in_order import write_selection
 from compiled_dsa.custom_ops.kernels.select import group_size, maxima_of, write_slots
 from compiled_dsa.custom_ops.kernels.select_listed import list_size, programs_of, write_slots_listed
 from compiled_dsa.custom_ops.kernels.select_split import empty_counters, splits_of, write_slots_split
@@ -306,6 +310,12 @@ def run(
     counters = empty_counters(T, splits, q.device)
     lists = torch.empty(programs, listed, dtype=torch.int64, device=q.device)
     early = scored and dependent_launch(q.device)
+    if splits:
+        write = partial(write_slots_split, scores, maxima, counters, group=group, splits=splits, early=early)
+    elif programs:
+        write = partial(write_slots_listed, scores, lists, early=early)
+    else:
+        write = partial(write_slots, scores, maxima, group=group, early=early)
     for start in range(0, T, rows_at_once):
         part = slice(start, min(start + rows_at_once, T))
         rows = (page_table, req_of_row[part], visible[part])
@@ -315,9 +325,4 @@ def run(
                 local_tokens, counters,
             )  # fmt: skip
         positions = None if positions_out is None else positions_out[part]
-        if splits:
-            write_slots_split(scores, maxima, counters, *rows, topk_out, pool.shape[0], group, splits, early, positions)
-        elif programs:
-            write_slots_listed(scores, lists, *rows, topk_out[part], pool.shape[0], early, positions)
-        else:
-            write_slots(scores, maxima, *rows, topk_out[part], pool.shape[0], group, early, positions)
+        write_selection(write, *rows, topk_out[part], pool.shape[0], positions, deterministic)

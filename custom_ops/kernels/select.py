@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_dsa.custom_ops.kernels.common import early_start, paged_slots
+from compiled_dsa.custom_ops.kernels.common import early_start, outputs, paged_slots
 from compiled_dsa.custom_ops.layout import PAGE
 
 DIRECT_SCORES = 1 << 14  # rows up to here are not narrowed down
@@ -158,12 +158,15 @@ def places(taken, first):
 
 
 @triton.jit
-def store_all(out, out_positions, table, n, pages, K, WIDTH: tl.constexpr, POSITIONS: tl.constexpr):
+def store_all(
+    out, out_positions, table, n, pages, K, WIDTH: tl.constexpr, SLOTS: tl.constexpr, POSITIONS: tl.constexpr
+):
     """The lanes of a row that sees ``n`` <= K keys."""
     for start in range(0, K, WIDTH):
         lane = start + tl.arange(0, WIDTH)
         slot = paged_slots(table, lane, lane < n, pages).to(tl.int32)
-        tl.store(out + lane, slot, mask=lane < K)
+        if SLOTS:
+            tl.store(out + lane, slot, mask=lane < K)
         if POSITIONS:
             tl.store(out_positions + lane, tl.where(slot >= 0, lane, -1), mask=lane < K)
 
@@ -180,22 +183,27 @@ def store_chosen(
     last,
     K,
     WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """The lanes of a row by what ``threshold_of`` says of its scores."""
+    """The lanes of a row by what ``threshold_of`` says of its scores. Without SLOTS, ``slot`` has no use, and the
+    compiler drops its loads."""
     place, count = places(score >= sure, 0)
-    tl.store(out + place, slot, mask=score >= sure)
+    if SLOTS:
+        tl.store(out + place, slot, mask=score >= sure)
     if POSITIONS:
         tl.store(out_positions + place, position, mask=score >= sure)
     if last > 0:
         ties = (score == threshold) & (position < last)
         place, count = places(ties, count)
-        tl.store(out + place, slot, mask=ties)
+        if SLOTS:
+            tl.store(out + place, slot, mask=ties)
         if POSITIONS:
             tl.store(out_positions + place, position, mask=ties)
     for start in range(0, K, WIDTH):
         lane = start + tl.arange(0, WIDTH)
-        tl.store(out + lane, tl.full([WIDTH], -1, tl.int32), mask=(lane >= count) & (lane < K))
+        if SLOTS:
+            tl.store(out + lane, tl.full([WIDTH], -1, tl.int32), mask=(lane >= count) & (lane < K))
         if POSITIONS:
             tl.store(out_positions + lane, tl.full([WIDTH], -1, tl.int32), mask=(lane >= count) & (lane < K))
 
@@ -216,6 +224,7 @@ def select_row(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
     LOAD: tl.constexpr,
+    SLOTS: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
     """A row that sees ``n`` > K keys: K groups by their maxima if it has more, then the K best scores of these."""
@@ -244,6 +253,8 @@ def select_row(
                 place, count = places(ties, count)
                 tl.store(chosen + place, lane, mask=ties)
             tl.debug_barrier()
+            if count < K:  # so few groups have a number: all are taken, and scores below their maxima too
+                bound = float("-inf")
             good = group < count
             group = tl.load(chosen + group, mask=good, other=0)
 
@@ -254,7 +265,7 @@ def select_row(
     score = tl.where(position < n, score, float("nan"))
     sure, threshold, last = threshold_of(score, position, n, bound, K, K)
     slot = slot[:, :, None] + inside
-    store_chosen(out, out_positions, slot, position, score, sure, threshold, last, K, WIDTH, POSITIONS)
+    store_chosen(out, out_positions, slot, position, score, sure, threshold, last, K, WIDTH, SLOTS, POSITIONS)
 
 
 @triton.jit(do_not_specialize=["columns", "pages", "K"])
@@ -265,7 +276,7 @@ def _select(
     page_table,
     req_of_row,
     visible,
-    topk_out,  # [rows, K]
+    topk_out,  # [rows, K], if SLOTS
     positions_out,  # [rows, K], if POSITIONS
     columns,
     pages,
@@ -281,6 +292,7 @@ def _select(
     WIDTH: tl.constexpr,
     LOAD: tl.constexpr,
     EARLY: tl.constexpr,
+    SLOTS: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
     """One program a row."""
@@ -292,12 +304,12 @@ def _select(
     if EARLY:
         tl.extra.cuda.gdc_wait()  # until the scores are written
     if n <= K:
-        store_all(out, out_positions, table, n, pages, K, WIDTH, POSITIONS)
+        store_all(out, out_positions, table, n, pages, K, WIDTH, SLOTS, POSITIONS)
         return
     best = maxima + row * maxima_row
     select_row(
         scores + row * scores_row, best, groups + row * maxima_row, table, out, out_positions, n, pages, K,
-        GROUP, BLOCK, TILE, WIDTH, LOAD, POSITIONS,
+        GROUP, BLOCK, TILE, WIDTH, LOAD, SLOTS, POSITIONS,
     )  # fmt: skip
 
 
@@ -329,19 +341,20 @@ def write_slots(
     page_table,
     req_of_row,
     visible,
-    topk_out,
+    topk_out: torch.Tensor | None,
     pages: int,
     group: int,
     early: bool,
     positions_out: torch.Tensor | None = None,
 ) -> None:
-    """Writes ``topk_out`` and, if any, ``positions_out``, both [rows, K] and whole, from scores [rows, 64 W] and the
-    maxima of groups, of which there are none with ``group`` 0.
+    """Writes ``topk_out``, ``positions_out`` or both, [rows, K] and whole, from scores [rows, 64 W] and the maxima of
+    groups, of which there are none with ``group`` 0.
 
     Of a row, only the scores of its first ``visible`` keys are used. Overwrites ``maxima``. With ``early`` the launch
     does not wait for the end of the kernel before, which must be the one that writes the scores.
     """
-    rows, K = topk_out.shape
+    slots, positions = outputs(topk_out, positions_out)
+    rows, K = slots.shape
     columns = page_table.shape[1] * PAGE
     block, tile = row_tiles(columns, K, group)
     warps = max(4, min(MOST_WARPS, max(block, tile) // (32 * SCORES_PER_THREAD)))
@@ -352,21 +365,22 @@ def write_slots(
         page_table,
         req_of_row,
         visible,
-        topk_out,
-        topk_out if positions_out is None else positions_out,
+        slots,
+        positions,
         columns,
         pages,
         K,
         page_table.stride(0),
         scores.stride(0),
         maxima.stride(0),
-        topk_out.stride(0),
-        0 if positions_out is None else positions_out.stride(0),
+        slots.stride(0),
+        positions.stride(0),
         GROUP=group or LOAD,
         BLOCK=block,
         TILE=tile,
         WIDTH=min(LOAD * 32 * warps, tile, block or tile),
         LOAD=LOAD,
+        SLOTS=topk_out is not None,
         POSITIONS=positions_out is not None,
         num_warps=warps,
         **early_start(early),

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_dsa.custom_ops.kernels.common import early_start, multiprocessors
+from compiled_dsa.custom_ops.kernels.common import early_start, multiprocessors, outputs
 from compiled_dsa.custom_ops.kernels.select import LOAD, store_all, threshold_of, tile_index, to_key, to_score
 from compiled_dsa.custom_ops.layout import PAGE
 
@@ -113,7 +113,7 @@ def _select_listed(
     page_table,
     req_of_row,
     visible,
-    topk_out,  # [rows, K]
+    topk_out,  # [rows, K], if SLOTS
     positions_out,  # [rows, K], if POSITIONS
     rows,
     columns,
@@ -131,6 +131,7 @@ def _select_listed(
     LOAD: tl.constexpr,
     EARLY: tl.constexpr,
     PAGE: tl.constexpr,
+    SLOTS: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
     listed = lists + tl.program_id(0).to(tl.int64) * LIST
@@ -146,7 +147,7 @@ def _select_listed(
         out = topk_out + row * out_row
         out_positions = positions_out + row * positions_row
         if n <= K:
-            store_all(out, out_positions, table, n, pages, K, WIDTH, POSITIONS)
+            store_all(out, out_positions, table, n, pages, K, WIDTH, SLOTS, POSITIONS)
         else:
             line = scores + row * scores_row
             # NaN up to a multiple of LOAD, within the row's memory: LOAD scores are loaded under one condition
@@ -184,16 +185,18 @@ def _select_listed(
             score, position = _read_list(listed, count, LIST, WIDTH, LOAD)
             score, threshold = _k_best(score, position, n, K)
             place, count = _places(score >= threshold, 0)
-            # a score that is a number is of a page of the pool
-            page = tl.load(table + (position.to(tl.uint32) // PAGE).to(tl.int32), mask=score >= threshold, other=0)
-            slot = page * PAGE + (position.to(tl.uint32) % PAGE).to(tl.int32)
-            tl.store(out + place, slot, mask=score >= threshold)
+            if SLOTS:
+                # a score that is a number is of a page of the pool
+                page = tl.load(table + (position.to(tl.uint32) // PAGE).to(tl.int32), mask=score >= threshold, other=0)
+                slot = page * PAGE + (position.to(tl.uint32) % PAGE).to(tl.int32)
+                tl.store(out + place, slot, mask=score >= threshold)
             if POSITIONS:
                 tl.store(out_positions + place, position, mask=score >= threshold)
             for at in range(count // WIDTH * WIDTH, K, WIDTH):
                 rest = at + tl.arange(0, WIDTH)
                 nothing = tl.full([WIDTH], -1, tl.int32)
-                tl.store(out + rest, nothing, mask=(rest >= count) & (rest < K))
+                if SLOTS:
+                    tl.store(out + rest, nothing, mask=(rest >= count) & (rest < K))
                 if POSITIONS:
                     tl.store(out_positions + rest, nothing, mask=(rest >= count) & (rest < K))
             tl.debug_barrier()  # the next row's list takes this memory
@@ -220,7 +223,7 @@ def write_slots_listed(
     page_table,
     req_of_row,
     visible,
-    topk_out,
+    topk_out: torch.Tensor | None,
     pages: int,
     early: bool,
     positions_out: torch.Tensor | None = None,
@@ -230,7 +233,8 @@ def write_slots_listed(
     Of a row, only the scores of its first ``visible`` keys are used, and up to 3 after them are overwritten. With
     ``early`` the launch does not wait for the end of the kernel before, which must be the one that writes the scores.
     """
-    rows, K = topk_out.shape
+    slots, positions = outputs(topk_out, positions_out)
+    rows, K = slots.shape
     size = lists.shape[1]
     width = LOAD * 32 * WARPS
     _select_listed[(min(rows, lists.shape[0]),)](
@@ -239,16 +243,16 @@ def write_slots_listed(
         page_table,
         req_of_row,
         visible,
-        topk_out,
-        topk_out if positions_out is None else positions_out,
+        slots,
+        positions,
         rows,
         page_table.shape[1] * PAGE,
         pages,
         K,
         page_table.stride(0),
         scores.stride(0),
-        topk_out.stride(0),
-        0 if positions_out is None else positions_out.stride(0),
+        slots.stride(0),
+        positions.stride(0),
         LIST=size,
         SAMPLE=min(SAMPLE, size),
         SAMPLE_LOAD=SAMPLE_LOAD,
@@ -256,6 +260,7 @@ def write_slots_listed(
         WIDTH=min(width, CHUNK, size),
         LOAD=LOAD,
         PAGE=PAGE,
+        SLOTS=topk_out is not None,
         POSITIONS=positions_out is not None,
         num_warps=WARPS,
         maxnreg=min(255, 65536 // (32 * WARPS * PROGRAMS) // 8 * 8),

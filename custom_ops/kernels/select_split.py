@@ -6,7 +6,8 @@ the row ends last selects among the candidates of all. They are counted in fine 
 maximum, so that hardly any search is left to it; without bins it counts as select.py does. Where a segment is too
 small, that program selects from the scores of the whole row as select.py does.
 
-No program waits for another. The order of chosen keys depends on the segments only, never on which program ends last.
+No program waits for another. The order of chosen keys depends on the segments only, never on which program ends last;
+with ``deterministic`` it becomes that of their positions (in_order.py).
 
 The bound needs K disjoint groups of scores whose maxima reach it. ``PIECES`` maxima that lie far apart make one group,
 so that a run of neighbouring good keys, which fill few groups, loosens it little. Where a row has too few maxima for
@@ -17,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_dsa.custom_ops.kernels.common import early_start, multiprocessors, paged_slots
+from compiled_dsa.custom_ops.kernels.common import early_start, multiprocessors, outputs, paged_slots
 from compiled_dsa.custom_ops.kernels.select import (
     LOAD,
     cut,
@@ -115,6 +116,7 @@ def _select_candidates(
     BINS: tl.constexpr,
     WIDTH: tl.constexpr,
     LOAD: tl.constexpr,
+    SLOTS: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
     """The K best of the candidates in a row's list, NaN where there is none."""
@@ -129,7 +131,7 @@ def _select_candidates(
     slot = tl.load(slots + lane, mask=some, other=-1)
     position = tl.load(positions + lane, mask=some, other=0)
     sure, threshold, last = cut(score, position, n, low, reached, beyond, K, K)
-    store_chosen(out, out_positions, slot, position, score, sure, threshold, last, K, WIDTH, POSITIONS)
+    store_chosen(out, out_positions, slot, position, score, sure, threshold, last, K, WIDTH, SLOTS, POSITIONS)
 
 
 @triton.jit(do_not_specialize=["columns", "pages", "K", "most", "splits"])
@@ -140,11 +142,11 @@ def _select_split(
     counters,  # int32 [rows, 2 ** LOG_BINS + 16] of zeros: bins, then the programs that have ended; if SHARED
     list_scores,  # [rows, SIZE]; one segment a program
     list_positions,
-    list_slots,
+    list_slots,  # if SLOTS
     page_table,
     req_of_row,
     visible,
-    topk_out,  # [rows, K]
+    topk_out,  # [rows, K], if SLOTS
     positions_out,  # [rows, K], if POSITIONS
     columns,
     pages,
@@ -169,6 +171,7 @@ def _select_split(
     LOAD: tl.constexpr,
     PAGE: tl.constexpr,
     EARLY: tl.constexpr,
+    SLOTS: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
     BINS: tl.constexpr = 1 << LOG_BINS
@@ -186,7 +189,7 @@ def _select_split(
         tl.extra.cuda.gdc_wait()  # until the scores are written
     if n <= K:
         if split == 0:
-            store_all(out, out_positions, table, n, pages, K, WIDTH, POSITIONS)
+            store_all(out, out_positions, table, n, pages, K, WIDTH, SLOTS, POSITIONS)
         return
 
     # every ``splits``-th page is this program's, so that all have about as many candidates
@@ -219,7 +222,8 @@ def _select_split(
         stored = candidate & (place < room)
         tl.store(list_scores + segment + place, score, mask=stored)
         tl.store(list_positions + segment + place, position, mask=stored)
-        tl.store(list_slots + segment + place, slot, mask=stored)
+        if SLOTS:
+            tl.store(list_slots + segment + place, slot, mask=stored)
         if LOG_BINS > 0:
             bin = tl.minimum((to_key(score + 0.0) - lowest) >> shift, BINS - 1).to(tl.int32)
             tl.atomic_add(counters + bin, 1, mask=candidate, sem="relaxed")
@@ -239,13 +243,13 @@ def _select_split(
     if overflow:
         select_row(
             scores, maxima, groups, table, out, out_positions, n, pages, K,
-            GROUP, BLOCK, TILE, WIDTH, LOAD, POSITIONS,
+            GROUP, BLOCK, TILE, WIDTH, LOAD, SLOTS, POSITIONS,
         )  # fmt: skip
     else:
         listed = row * SIZE
         _select_candidates(
             list_scores + listed, list_positions + listed, list_slots + listed, counters, bound, lowest, shift,
-            out, out_positions, n, K, SIZE, BINS if LOG_BINS > 0 else 0, WIDTH, LOAD, POSITIONS,
+            out, out_positions, n, K, SIZE, BINS if LOG_BINS > 0 else 0, WIDTH, LOAD, SLOTS, POSITIONS,
         )  # fmt: skip
 
 
@@ -269,7 +273,7 @@ def write_slots_split(
     page_table,
     req_of_row,
     visible,
-    topk_out,
+    topk_out: torch.Tensor | None,
     pages: int,
     group: int,
     splits: int,
@@ -277,13 +281,14 @@ def write_slots_split(
     positions_out: torch.Tensor | None = None,
 ) -> None:
     """``write_slots`` of select.py by ``splits`` programs a row, with maxima of groups and with zeroed counters."""
-    rows, K = topk_out.shape
+    slots, positions = outputs(topk_out, positions_out)
+    rows, K = slots.shape
     columns = page_table.shape[1] * PAGE
     block, tile = row_tiles(columns, K, group)
     K_padded = triton.next_power_of_2(K)
     piece = max(SMALLEST_LIST, GROUPS * K_padded)
     size = max(SMALLEST_LIST, CANDIDATES * K_padded)
-    listed = torch.empty(3, rows, size, dtype=torch.int32, device=scores.device)
+    listed = torch.empty(2 if topk_out is None else 3, rows, size, dtype=torch.int32, device=scores.device)
     _select_split[(rows, splits)](
         scores,
         maxima,
@@ -291,12 +296,12 @@ def write_slots_split(
         maxima if counters is None else counters,
         listed[0].view(torch.float32),
         listed[1],
-        listed[2],
+        listed[-1],
         page_table,
         req_of_row,
         visible,
-        topk_out,
-        topk_out if positions_out is None else positions_out,
+        slots,
+        positions,
         columns,
         pages,
         K,
@@ -305,8 +310,8 @@ def write_slots_split(
         page_table.stride(0),
         scores.stride(0),
         maxima.stride(0),
-        topk_out.stride(0),
-        0 if positions_out is None else positions_out.stride(0),
+        slots.stride(0),
+        positions.stride(0),
         GROUP=group,
         BLOCK=block,
         TILE=tile,
@@ -319,6 +324,7 @@ def write_slots_split(
         LOG_BINS=LOG_BINS if splits > 1 else 0,
         LOAD=LOAD,
         PAGE=PAGE,
+        SLOTS=topk_out is not None,
         POSITIONS=positions_out is not None,
         num_warps=WARPS,
         **early_start(early),

@@ -9,11 +9,14 @@ chosen are left to other providers, which mark them where they make the scores.
 Legend: T rows, HI index heads, D index head dim, P pages, W columns of the page table.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels.adapters import mark_pages, rows_of_pages
 from compiled_dsa.custom_ops.kernels.common import refuses_strides
+from compiled_dsa.custom_ops.kernels.in_order import write_selection
 from compiled_dsa.custom_ops.kernels.select import group_size, maxima_of, write_slots
 from compiled_dsa.custom_ops.layout import FP8, PAGE, index_dim
 from compiled_dsa.custom_ops.providers import common
@@ -119,9 +122,9 @@ def run(
         write_slots(unused, unused, *rows, topk_out, pool.shape[0], 0, False, positions_out)
     elif scratch_bytes is None:
         scores = decode_scores(q, weights, pool, *rows, K)
-        _select(scores, *rows, topk_out, positions_out, pool.shape[0], prefill=False)
+        _select(scores, *rows, topk_out, pool.shape[0], positions_out, deterministic, prefill=False)
     else:
-        _prefill(q, weights, pool, *rows, topk_out, positions_out, scratch_bytes)
+        _prefill(q, weights, pool, *rows, topk_out, deterministic, scratch_bytes, positions_out)
 
 
 warmup = run
@@ -171,7 +174,9 @@ def prefill_scores(q, weights, keys, scales, first: Tensor, end: Tensor, columns
     return scores
 
 
-def _prefill(q, weights, pool, page_table, req_of_row, visible, topk_out, positions_out, scratch_bytes: int) -> None:
+def _prefill(
+    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic: bool, scratch_bytes: int, positions_out
+) -> None:
     T, K = topk_out.shape
     columns = page_table.shape[1] * PAGE
     tile = _tile_rows(q.shape[1])
@@ -185,15 +190,18 @@ def _prefill(q, weights, pool, page_table, req_of_row, visible, topk_out, positi
         scores = prefill_scores(q[part], weights[part], keys, scales, first, end, columns)
         positions = None if positions_out is None else positions_out[part]
         rows = (page_table, req_of_row[part], visible[part])
-        _select(scores, *rows, topk_out[part], positions, pool.shape[0], prefill=True)
+        _select(scores, *rows, topk_out[part], pool.shape[0], positions, deterministic, prefill=True)
         del scores  # before the next ones are made
 
 
-def _select(scores, page_table, req_of_row, visible, topk_out, positions_out, pages: int, prefill: bool) -> None:
+def _select(
+    scores, page_table, req_of_row, visible, topk_out, pages: int, positions_out, deterministic: bool, prefill: bool
+) -> None:
     columns, K = page_table.shape[1] * PAGE, topk_out.shape[1]
     group = group_size(columns, K, prefill)
     maxima = torch.empty(scores.shape[0], maxima_of(columns, group), dtype=torch.float32, device=scores.device)
     rows = (page_table, req_of_row, visible)
     if group or not prefill:  # scores of gathered keys on bad pages are NaN already
         mark_pages(scores, maxima, *rows, pages, K, group)
-    write_slots(scores, maxima, *rows, topk_out, pages, group, False, positions_out)
+    write = partial(write_slots, scores, maxima, group=group, early=False)
+    write_selection(write, *rows, topk_out, pages, positions_out, deterministic)

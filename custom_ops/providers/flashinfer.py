@@ -93,8 +93,8 @@ def run(
         return positions
 
     scored.run(
-        select, _POSITION_BYTES, q, weights, pool, page_table, req_of_row, visible, topk_out, scratch_bytes,
-        positions_out, init_tokens, local_tokens,
+        select, _POSITION_BYTES, q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic,
+        scratch_bytes, positions_out, init_tokens, local_tokens,
     )  # fmt: skip
 
 

@@ -5,12 +5,14 @@ chose is then written as the op's contract has it. Rows that see at most K keys 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels import index_topk as triton_topk
 from compiled_dsa.custom_ops.kernels.adapters import order_scores, write_positions
+from compiled_dsa.custom_ops.kernels.in_order import write_selection
 from compiled_dsa.custom_ops.layout import PAGE
 
 Selection = Callable[[Tensor, Tensor], Tensor]
@@ -38,6 +40,7 @@ def run(
     req_of_row,
     visible,
     topk_out,
+    deterministic: bool,
     scratch_bytes: int | None,
     positions_out: Tensor | None,
     init_tokens: int,
@@ -74,4 +77,11 @@ def run(
         )  # no maxima
         order_scores(some, rows[2], K)
         positions = None if positions_out is None else positions_out[part]
-        write_positions(select(some, rows[2]), some, *rows, topk_out[part], pool.shape[0], positions)
+        write_selection(
+            partial(write_positions, select(some, rows[2]), some),  # not named: what was selected goes with the call
+            *rows,
+            topk_out[part],
+            pool.shape[0],
+            positions,
+            deterministic,
+        )

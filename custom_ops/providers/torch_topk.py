@@ -49,6 +49,6 @@ def run(
         return scores.topk(min(K, scores.shape[1]), dim=1).indices
 
     scored.run(
-        select, _POSITION_BYTES, q, weights, pool, page_table, req_of_row, visible, topk_out, scratch_bytes,
-        positions_out, init_tokens, local_tokens,
+        select, _POSITION_BYTES, q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic,
+        scratch_bytes, positions_out, init_tokens, local_tokens,
     )  # fmt: skip

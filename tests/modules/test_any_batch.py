@@ -155,7 +155,7 @@ def run_ops(device: str, plan: Plan, dtype: torch.dtype, rows: tuple[list[Tensor
             ops.index_topk_prefill(q.to(dtype), weights, *where, 1 << 20, positions, **provider)
         slots = logical_slots(batch.page_table, batch.req_of_row.long()[:, None], positions.long())
         assert torch.equal(topk, slots.int()) and (topk[len(topk) - step.padding :] == -1).all()
-        run.keep(step, positions.sort(1).values)  # a selection has no order
+        run.keep(step, positions)
     return run
 
 
@@ -191,7 +191,7 @@ def run_layer(layer: SparseAttention, plan: Plan, cache: torch.dtype, x: list[Te
         positions = torch.empty(len(batch.positions), CONFIG.index_topk, dtype=torch.int32)
         with torch.no_grad():
             out, _ = layer(run.rows(step, x), cos, sin, batch, run.pool.layers[0], positions_out=positions)
-        run.keep(step, out, positions.sort(1).values)
+        run.keep(step, out, positions)
     return run
 
 

@@ -66,6 +66,12 @@ def positions(chosen, table):
     return torch.isin(slots, chosen[chosen >= 0].long()).nonzero().flatten()
 
 
+def lanes_of(chosen, table):
+    """Physical slots [K] of one request -> logical positions of the same lanes, -1 where there is no slot."""
+    slots = (table.long()[:, None] * PAGE + torch.arange(PAGE, device=table.device)).flatten()
+    return torch.where(chosen >= 0, (chosen.long()[:, None] == slots).int().argmax(1), -1).int()
+
+
 def best_positions(row: torch.Tensor, K: int) -> torch.Tensor:
     """Positions of the K best scores, sorted: of equal ones the lowest, never NaN. All of a row of at most K."""
     if row.numel() <= K:
@@ -74,11 +80,13 @@ def best_positions(row: torch.Tensor, K: int) -> torch.Tensor:
     return number[(row[number] + 0.0).sort(descending=True, stable=True).indices[:K]].sort().values
 
 
-def check_positions(chosen, table, values, visible, K):
+def check_positions(chosen, table, values, visible, K, ordered=False):
     for t, n in enumerate(visible.tolist()):
         want = best_positions(values[t, : max(n, 0)], K)
         assert (chosen[t, : want.numel()] >= 0).all() and (chosen[t, want.numel() :] == -1).all(), f"row {t}"
         assert torch.equal(positions(chosen[t], table[t]), want), f"row {t}"
+        if ordered:
+            assert torch.equal(lanes_of(chosen[t, : want.numel()], table[t]), want.int()), f"row {t}"
 
 
 def hard_rows(columns, device):

@@ -5,13 +5,7 @@ import torch
 
 from compiled_dsa.custom_ops.layout import FP8, PAGE
 from compiled_dsa.testing import check_topk, index_scores_oracle, poisoned, random_index_pool
-from tests.ops.index_cases import BUDGET, batch, narrow_rows_of, one_hot, prefill_batch, queries, scored_pool
-
-
-def lanes_of(chosen, table):
-    """Physical slots [K] of one request -> logical positions of the same lanes, -1 where there is no slot."""
-    slots = (table.long()[:, None] * PAGE + torch.arange(PAGE, device=table.device)).flatten()
-    return torch.where(chosen >= 0, (chosen.long()[:, None] == slots).int().argmax(1), -1).int()
+from tests.ops.index_cases import BUDGET, batch, lanes_of, narrow_rows_of, one_hot, prefill_batch, queries, scored_pool
 
 
 def run_options(backend, name, q, weights, pool, rows, K, deterministic=True, init=0, local=0, budget=BUDGET):
@@ -77,9 +71,10 @@ def test_tokens_that_are_always_chosen(backend, name, narrow, init, local, monke
         best = row[~forced & ~row.isnan()].sort(descending=True).values[: K - int(forced.sum())]
         assert got.unique().numel() == got.numel() == int(forced.sum()) + best.numel()
         assert torch.equal(row[others].sort(descending=True).values, best)
-        if backend.provider != "torch":  # deterministic: among equal scores the lowest positions
+        if backend.provider != "torch":  # deterministic: among equal scores the lowest positions, in order
             order = row.masked_fill(forced, torch.nan).nan_to_num(nan=-1.0).sort(descending=True, stable=True).indices
-            assert torch.equal(others.sort().values, order[: best.numel()].sort().values)
+            assert torch.equal(others, order[: best.numel()].sort().values)
+            assert torch.equal(got, got.sort().values)
 
 
 def test_more_rows_a_request_with_tokens_always_chosen(backend):

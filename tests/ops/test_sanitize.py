@@ -83,15 +83,16 @@ def test_batch_metadata():
 @pytest.mark.parametrize("pool_dtype", [FP8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["index_topk_decode", "index_topk_prefill"])
 @pytest.mark.parametrize("columns", [3, 300])
-def test_index_topk(pool_dtype, name, columns):
-    """Short rows, and rows so long that they are narrowed down by maxima first."""
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_index_topk(pool_dtype, name, columns, deterministic):
+    """Short rows, and rows so long that they are narrowed down by maxima first; keys as they come and in order."""
     table = random_page_table(2, columns, 2 * columns + 1, "cuda")
     pool = random_index_pool(2 * columns + 1, 64, pool_dtype, "cuda")
     longest = 64 * columns
     rows = (table, int32(0, 0, 1, 1, 1), int32(longest, 0, 7, longest - 3, 100))
     q, weights, chosen = random(T, 24, 64, dtype=pool_dtype), random(T, 24, dtype=torch.float32), int32(*[0] * 33 * T)
     chosen = chosen.view(T, 33)
-    args = (q, weights, pool, *rows, chosen, True)
+    args = (q, weights, pool, *rows, chosen, deterministic)
     OPS[name].overload(*args, *([1 << 20] if name == "index_topk_prefill" else []), provider="triton")
     check_topk(chosen, rows[2], *index_scores_oracle(q, weights, pool, *rows))
 
@@ -169,6 +170,7 @@ def test_what_stands_around_libraries():
     adapters.order_scores(scores, rows[2], 33)
     chosen = torch.zeros(T, 33, dtype=torch.int32, device="cuda")
     adapters.write_positions(scores.topk(33).indices, scores, *rows, chosen, 11)
+    adapters.write_positions(scores.topk(33).indices, scores, *rows, None, 11, chosen)
     topk, count, _, _ = selection(6, False)
     adapters.clean_ids(topk, count, 6, 64)
     adapters.write_attention(

@@ -49,6 +49,17 @@ def test_zeros_of_both_signs(device, columns, monkeypatch):
     check_positions(*write_slots(values, visible, 20, device), values, visible, 20)
 
 
+@pytest.mark.parametrize("numbers", [1, 20, 33, 100])
+def test_numbers_in_fewer_groups_than_k(device, numbers, monkeypatch):
+    """Their maxima bound nothing: a score below all of them may be among the best."""
+    narrow_rows_of(128, monkeypatch)
+    values = torch.full((2, 512), torch.nan, device=device)
+    values[0, :numbers] = torch.randn(numbers, device=device)
+    values[1, 512 - numbers :] = torch.randn(numbers, device=device).relu()
+    visible = torch.tensor([512, 512], dtype=torch.int32, device=device)
+    check_positions(*write_slots(values, visible, 33, device), values, visible, 33)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [16, 33, 512, 2047, 2048])
 @pytest.mark.parametrize(("columns", "prefill"), [(8192, False), (32768, False), (32768, True), (131072, False)])
