@@ -1,7 +1,8 @@
 """What bench_ops.py measures: ops at the attention sizes of DeepSeek-V3.2 and GLM-5, and who else computes the same.
 
 ``triton`` is ours. Other providers of an op keep its whole contract; names with ``alone`` are a library as its users
-call it, on inputs in the form that it wants and, as there, with schedules made once a step and not once a layer.
+call it, on inputs in the form that it wants and, as there, with schedules made once a step and not once a layer. Beside
+deterministic cases, ``triton by default`` is ours without that promise.
 
 Legend: T rows, B requests, HI index heads, D index head dim, H heads, L + R latent and rope dims, K top-k.
 """
@@ -79,10 +80,17 @@ def cases() -> Iterator[Case]:
         for batch, context in ((1, 8192), (1, 131072), (32, 65536), (128, 32768)):
             sizes = {"model": model, "batch": batch, "context": context}
             yield Case("index_topk_decode", sizes, index_decode, batch == 1 and context == 8192)
+    for batch, context in ((1, 8192), (128, 32768)):
+        sizes = {"model": "deepseek_v32", "batch": batch, "context": context, "deterministic": True}
+        yield Case("index_topk_decode", sizes, index_decode)
     for op, make in (("index_scores", index_scores), ("index_topk_prefill", index_prefill)):
         for model in MODELS:
             for rows, context in ((4096, 32768), (2048, 131072)):
                 yield Case(op, {"model": model, "rows": rows, "context": context}, make, model == "glm_moe_dsa")
+    prefill = {"model": "deepseek_v32", "rows": 4096, "context": 32768}
+    yield Case("index_topk_prefill", prefill | {"deterministic": True}, index_prefill)
+    for pool in ("bf16", "fp8"):
+        yield Case("mla_prefill", prefill | {"pool": pool, "deterministic": True}, mla_prefill)
     for pool, heads, batches in (
         ("fp8", 128, (1, 4, 32, 128)),
         ("fp8", 64, (1, 4, 32)),
@@ -160,6 +168,12 @@ def alone(name: str, libraries: list[str], providers: list[str], make: Callable[
     return {name: make()}, {}
 
 
+def by_default(op: str, deterministic: bool) -> dict[str, Run]:
+    place = list(OPS[op].arguments).index("deterministic")
+    call = partial(OPS[op].overload, provider="triton")
+    return {"triton by default": lambda args: call(*args[:place], False, *args[place + 1 :])} if deterministic else {}
+
+
 def bf16(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
 
@@ -171,7 +185,7 @@ def int32(*shape: int, fill: int = 0) -> Tensor:
 # ---- index scores and top-k ------------------------------------------------------------------------------------------
 
 
-def index_decode(providers: list[str], model: str, batch: int, context: int) -> Work:
+def index_decode(providers: list[str], model: str, batch: int, context: int, deterministic: bool = False) -> Work:
     HI, W = MODELS[model][1], context // PAGE
     moved = batch * (context * (D + 4) + HI * (D + 4) + 4 * K)
     n = rotations(moved)
@@ -179,7 +193,7 @@ def index_decode(providers: list[str], model: str, batch: int, context: int) -> 
     tables = torch.randperm(n * batch * W, device=DEVICE).view(n, batch, W).int()
     rows = torch.arange(batch, dtype=torch.int32, device=DEVICE), int32(batch, fill=context)
     q, weights = bf16(batch, HI, D).to(FP8), torch.randn(batch, HI, device=DEVICE)
-    inputs = [(q, weights, pool, table, *rows, int32(batch, K), False) for table in tables]
+    inputs = [(q, weights, pool, table, *rows, int32(batch, K), deterministic) for table in tables]
     runs, not_run = by_provider("index_topk_decode", inputs, providers)
 
     def library() -> Run:
@@ -199,11 +213,12 @@ def index_decode(providers: list[str], model: str, batch: int, context: int) -> 
         return run
 
     more, missing = alone("deep_gemm + flashinfer alone", ["deep_gemm", "flashinfer"], providers, library)
+    more |= by_default("index_topk_decode", deterministic)
     flop = 2.0 * batch * context * HI * D
     return Work(runs | more, inputs, moved, (0.0, flop), True, not_run | missing)
 
 
-def prefill_rows(model: str, rows: int, context: int) -> tuple[list[tuple], float, float]:
+def prefill_rows(model: str, rows: int, context: int, deterministic: bool = False) -> tuple[list[tuple], float, float]:
     """Arguments of index_topk_prefill for the last tokens of one request, what they move, and their FLOP."""
     HI, W = MODELS[model][1], context // PAGE
     visible = torch.arange(context - rows + 1, context + 1, dtype=torch.int32, device=DEVICE)
@@ -212,7 +227,7 @@ def prefill_rows(model: str, rows: int, context: int) -> tuple[list[tuple], floa
     for _ in range(2):
         table = torch.randperm(W, device=DEVICE).int()[None]
         pool = random_index_pool(W, D, FP8, DEVICE)
-        inputs.append((q, weights, pool, table, int32(rows), visible, int32(rows, K), False, SCRATCH_BYTES))
+        inputs.append((q, weights, pool, table, int32(rows), visible, int32(rows, K), deterministic, SCRATCH_BYTES))
     return inputs, context * (D + 4) + rows * (HI * (D + 4) + 4 * K), 2.0 * float(visible.sum()) * HI * D
 
 
@@ -242,8 +257,8 @@ def index_scores(providers: list[str], model: str, rows: int, context: int) -> W
     return Work(runs | more, inputs, moved + 4.0 * rows * context, (0.0, flop), False, missing)
 
 
-def index_prefill(providers: list[str], model: str, rows: int, context: int) -> Work:
-    inputs, moved, flop = prefill_rows(model, rows, context)
+def index_prefill(providers: list[str], model: str, rows: int, context: int, deterministic: bool = False) -> Work:
+    inputs, moved, flop = prefill_rows(model, rows, context, deterministic)
     runs, not_run = by_provider("index_topk_prefill", inputs, providers)
 
     def library() -> Run:
@@ -258,6 +273,7 @@ def index_prefill(providers: list[str], model: str, rows: int, context: int) -> 
         return run
 
     more, missing = alone("deep_gemm + flashinfer alone", ["deep_gemm", "flashinfer"], providers, library)
+    more |= by_default("index_topk_prefill", deterministic)
     return Work(runs | more, inputs, moved, (0.0, flop), False, not_run | missing)
 
 
@@ -294,6 +310,7 @@ def attention_decode(
     runs, not_run = by_provider("sparse_mla_decode", inputs, providers)
     library = partial(flash_mla_decode, q, rope, latents, scale)
     more, missing = alone("flash_mla alone", ["flash_mla"], providers, library)
+    more |= by_default("sparse_mla_decode", deterministic)
     flop = 2.0 * batch * K * heads * (2 * L + R)
     faults = pool == "fp8" and heads <= 64 < batch  # in replays, see providers/flash_mla.py
     return Work(
@@ -365,16 +382,19 @@ def attention_prefill(providers: list[str], pool: str, heads: int, rows: int, co
     return Work({"triton": ours, **more}, inputs, moved, (flop, 0.0), False, missing)
 
 
-def mla_prefill(providers: list[str], model: str, pool: str, rows: int, context: int) -> Work:
+def mla_prefill(
+    providers: list[str], model: str, pool: str, rows: int, context: int, deterministic: bool = False
+) -> Work:
     H, _, N, V = MODELS[model]
     q, rope, kv_b, out = bf16(rows, H, N), bf16(rows, H, R), bf16(H, N + V, L), bf16(rows, H, V)
     count, scale = int32(rows, fill=K), (N + R) ** -0.5
     inputs = [
         (q, rope, latent_pool(pool, context), random_ids(rows, context), count, int32(1, 1), int32(rows))
-        + (kv_b, scale, None, out, SCRATCH_BYTES)
+        + (kv_b, scale, None, out, SCRATCH_BYTES, None, deterministic)
         for _ in range(2)
     ]
     runs, not_run = by_provider("mla_prefill", inputs, providers)
     flop = 2.0 * rows * H * (K * (2 * L + R) + L * (N + V))
     moved = context * row_bytes(pool) + rows * H * 2 * (N + R + V) + kv_b.nbytes
+    runs |= by_default("mla_prefill", deterministic)
     return Work(runs, inputs, moved, (flop, 0.0), False, not_run)
