@@ -169,6 +169,10 @@ class SparseAttention(PackedProjections):
         norm = getattr(self, "q_a_layernorm", None) or getattr(self, "kv_a_layernorm", self.o_proj)
         return norm.weight.dtype
 
+    def _rows(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """Hidden states [T, hidden], of a pair (e4m3, scales) too."""
+        return dequantize_rows(x, self._dtype()) if isinstance(x, tuple) else x
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, deinterleave: bool = False) -> Tensor:
         """x [..., R] in its dtype; the angles may be in a wider one."""
         c = self.dsa_config
@@ -207,12 +211,15 @@ class SparseAttention(PackedProjections):
             out = (out * torch.sigmoid(gate)).to(out.dtype)
         return call(self.o_proj, out.flatten(1))
 
-    def store_keys(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pools: LayerPools) -> None:
+    def store_keys(
+        self, x: Tensor | tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, batch: Batch, pools: LayerPools
+    ) -> None:
         """A keys-only call: stores the rows' latents and index keys and attends nothing.
 
         What a draft layer needs of the tokens before its first: later calls see these as if ``forward`` had stored
         them. Arguments as of ``forward``.
         """
+        x = self._rows(x)
         made = self.products("hidden", x, ("kv_a_proj_with_mqa", "wk"))
         if self.dsa_config.kv_source is None:
             latents = self._latents(x, cos, sin, deinterleave=False, made=made)
@@ -292,8 +299,7 @@ class SparseAttention(PackedProjections):
                 pair does not fit.
         """
         c = self.dsa_config
-        if isinstance(x, tuple):
-            x = dequantize_rows(x, self._dtype())
+        x = self._rows(x)
         if positions_out is not None and (self.indexer is None or selected is not None):
             raise ValueError("positions_out is given to a layer without an indexer, or along with selected")
         positions = batch.positions if positions is None else positions

@@ -36,6 +36,19 @@ def test_pairs_of_activations(hidden, dtype):
         assert torch.equal(*outputs) and not outputs[0].isnan().any()
 
 
+def test_keys_of_a_pair_of_activations():
+    layer = our_layer(stock_layer("deepseek_v32", torch.float32))
+    torch.manual_seed(0)
+    pair = quantized(torch.randn(40, 64))
+    servings = [Serving.of([layer], [dequantize_rows(pair, torch.float32)], poison=False) for _ in range(2)]
+    for hidden_states, serving in zip((None, pair), servings):
+        x, cos, sin, batch = serving.inputs([40])
+        with torch.no_grad():
+            layer.store_keys(x if hidden_states is None else hidden_states, cos, sin, batch, serving.pool.layers[0])
+    for stored, of_pair in zip(*(serving.pool.layers[0].tensors() for serving in servings)):
+        assert torch.equal(stored, of_pair) and stored.any()
+
+
 @pytest.mark.parametrize(
     ("pair", "message"),
     [
