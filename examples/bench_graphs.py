@@ -48,6 +48,7 @@ from compiled_dsa.testing import random_index_pool, random_latent_pool
 DEVICE = "cuda"
 MAX_LEN, REQUESTS = 8192, 8
 TWELVE_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+SAME = ("case", "commit")  # of a record that further parts are added to; those of other commits stay
 PARTS = ("time", "equality", "memory", "host_us_by_layers", "generate")
 console = Console(soft_wrap=True, highlight=False)
 batch_sizes = Buckets("batch_sizes", (4, REQUESTS))
@@ -321,12 +322,12 @@ def main() -> int:
         parser.error("torch sees no GPU")
     figures: dict = {"case": f"graphs of {args.layers} layers of {args.model}", **provenance(args.commit)}
     path = Path(args.json) if args.json else None
-    if path is not None and path.exists():  # other parts of the same commit stay
+    if path is not None and path.exists():  # with the parts that the commit has
         figures = {k: v for r in json.loads(path.read_text()) if _same(r, figures) for k, v in r.items()} | figures
 
     def keep(name: str, value) -> None:  # written at once: a run that is stopped loses nothing
         figures[name] = value
-        write_record(path, figures)
+        write_record(path, figures, SAME)
 
     with torch.inference_mode():
         model, pool = served(args, args.layers, **SMALL_MLP)
@@ -352,7 +353,7 @@ def main() -> int:
 
 
 def _same(record: dict, other: dict) -> bool:
-    return all(record[key] == other[key] for key in ("case", "commit"))
+    return all(record[key] == other[key] for key in SAME)
 
 
 def table(times: dict) -> Table:

@@ -11,7 +11,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -165,15 +165,16 @@ def provenance(commit: str | None = None) -> dict:
     }
 
 
-def keep(path: Path | None, new: dict) -> list[dict]:
+def keep(path: Path | None, new: dict, same: Sequence[str] = ("case",)) -> list[dict]:
     """Puts a record into the file, in place of one of the same case; returns all that it holds.
 
     Args:
         path: None: no file; the record alone is returned.
+        same: keys in which a record must equal the new one for that to take its place.
     """
     if path is None:
         return [new]
     held = json.loads(path.read_text()) if path.exists() else []
-    records = [r for r in held if r["case"] != new["case"]] + [new]
+    records = [r for r in held if any(r[key] != new[key] for key in same)] + [new]
     path.write_text(json.dumps(records, indent=1) + "\n")
     return records

@@ -89,3 +89,10 @@ def test_a_record_takes_the_place_of_its_case(tmp_path):
         records = timing.keep(path, {"case": "b", "value": value})
     assert records == json.loads(path.read_text()) == [{"case": "a", "value": 2}, {"case": "b", "value": 2}]
     assert timing.keep(None, {"case": "c"}) == [{"case": "c"}]
+
+
+def test_records_of_other_commits_stay(tmp_path):
+    path = tmp_path / "results.json"
+    for commit, value in (("x", 1), ("y", 2), ("x", 3)):
+        records = timing.keep(path, {"case": "a", "commit": commit, "value": value}, same=("case", "commit"))
+    assert [(r["commit"], r["value"]) for r in records] == [("y", 2), ("x", 3)]
