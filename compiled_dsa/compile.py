@@ -19,7 +19,7 @@ from compiled_dsa.graphs.buffers import CaptureError, UnsupportedCallError
 from compiled_dsa.graphs.compile_stats import CompileStats, counting_backend
 from compiled_dsa.graphs.piecewise import Pieces, piecewise_backend
 from compiled_dsa.graphs.report import reporting
-from compiled_dsa.graphs.runner import GraphMemory, GraphRunner, RunnerStats
+from compiled_dsa.graphs.runner import MAX_CALLS, GraphMemory, GraphRunner, RunnerStats
 from compiled_dsa.graphs.torch_compat import cause_of_failed_compile, compile_whole
 from compiled_dsa.graphs.unsafe import refusing_backend
 from compiled_dsa.packing import PackedProjections, pack_projections
@@ -207,7 +207,10 @@ class _Forwards:
         self._graphs = graphs
         self._memory = GraphMemory()
         cuts = RUNTIMES[graphs] if on_gpu else {}
-        by_cut = {cut: GraphRunner(self.run, cut=cut, memory=self._memory) for cut in set(cuts.values())}
+        most = max(MAX_CALLS, planner.batch_kinds)  # with fewer, a loop that meets all kinds would capture for ever
+        by_cut = {
+            cut: GraphRunner(self.run, cut=cut, memory=self._memory, max_calls=most) for cut in set(cuts.values())
+        }
         self._all_runners = list(by_cut.values())
         self.runners = {kind: by_cut[cut] for kind, cut in cuts.items()}  # less those whose capture failed
         self._reasons: Counter[str] = Counter()

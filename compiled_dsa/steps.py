@@ -54,6 +54,13 @@ class Planner:
         self._prefill_requests = Buckets("batch_sizes", prefill_batch_sizes(batch_sizes.sizes))
         self._pages = None if max_cache_len is None else -(-max_cache_len // PAGE)
 
+    @property
+    def batch_kinds(self) -> int:
+        """How many kinds of forwards over a ``Batch`` there are, each with a graph of its own: sizes of the buckets,
+        tokens a request in decode, scores skipped or not."""
+        decode = len(self._requests.sizes) * MAX_DECODE_TOKENS
+        return 2 * (decode + len(self._tokens.sizes) * len(self._prefill_requests.sizes))
+
     def plan(self, args: tuple, kwargs: dict[str, Any], kinds: Container[str] = (DECODE, PREFILL)) -> tuple[str, Step]:
         """(kind, step) of a forward, the kind being one of ``kinds``.
 

@@ -22,6 +22,7 @@ from compiled_dsa.graphs.buffers import (
 from compiled_dsa.graphs.capture import record, run_uncaptured
 from compiled_dsa.graphs.torch_compat import keep_pool, non_owning, pool_bytes
 
+MAX_CALLS = 128  # captured calls held by default
 WARM_UPS = 2  # compiling, and the work of first calls, must lie before the capture
 
 
@@ -195,7 +196,7 @@ class GraphRunner:
         max_calls: captured calls held at most; the one unused longest is dropped first.
     """
 
-    def __init__(self, function: Callable, *, cut: bool, memory: GraphMemory | None = None, max_calls: int = 128):
+    def __init__(self, function: Callable, *, cut: bool, memory: GraphMemory | None = None, max_calls: int = MAX_CALLS):
         self.function, self.cut, self.max_calls = function, cut, max_calls
         self.memory = memory or GraphMemory()
         self.stats = RunnerStats()

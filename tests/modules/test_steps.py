@@ -1,14 +1,17 @@
 """Padding to buckets, without graphs: a padded forward on static buffers gives what the forward itself gives."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from compiled_dsa import PagePool, compile_model
-from compiled_dsa.batch import DECODE, PREFILL, Batch
-from compiled_dsa.graphs.buckets import Buckets
+from compiled_dsa.batch import DECODE, MAX_DECODE_TOKENS, PREFILL, Batch
+from compiled_dsa.compile import _Forwards
+from compiled_dsa.graphs.buckets import BATCH_SIZES, TOKEN_SIZES, Buckets
 from compiled_dsa.graphs.buffers import Call, StaticInputs
+from compiled_dsa.graphs.runner import MAX_CALLS
 from compiled_dsa.huggingface import PagedCache
 from compiled_dsa.steps import NoBucket, Planner
 from tests.huggingface.tiny_models import MODEL_TYPES, left_padding, prompt, small_pair
@@ -130,6 +133,26 @@ def test_a_batch_is_padded_in_rows_requests_and_pages():
 def test_a_decode_batch_is_padded_to_whole_requests():
     _, step = planner().plan((lengths([2, 2, 2], [9, 5, 70], 6, DECODE),), {})
     assert (step.bucket, step.rows, step.padded_rows) == ((8, 4, ()), 6, 8)
+
+
+def test_kinds_of_batches_are_counted():
+    plan, keys = planner(max_cache_len=256), set()
+    for skip_scores in (False, True):
+        for requests in range(1, 5):
+            q_lens = [([tokens] * requests, DECODE) for tokens in range(1, MAX_DECODE_TOKENS + 1)]
+            q_lens += [([1] * (requests - 1) + [rows + 1 - requests], PREFILL) for rows in range(requests, 97)]
+            for q_len, kind in q_lens:
+                batch = replace(lengths(q_len, q_len, sum(q_len), kind), skip_scores=skip_scores)
+                _, step = plan.plan((batch,), {})
+                keys.add(Call(step.args, step.kwargs, step.bucket).key)
+    assert len(keys) == plan.batch_kinds
+
+
+@pytest.mark.parametrize("graphs", ["auto", "full"])
+def test_graphs_of_all_kinds_of_batches_are_held(graphs):
+    plan = Planner(Buckets("token_sizes", TOKEN_SIZES), Buckets("batch_sizes", BATCH_SIZES), 256)
+    forwards = _Forwards(torch.nn.Identity(), "eager", graphs, True, plan, "warn")
+    assert all(runner.max_calls >= plan.batch_kinds > MAX_CALLS for runner in forwards.runners.values())
 
 
 @pytest.mark.parametrize(
