@@ -118,6 +118,8 @@ def compile_model(
         raise ValueError(f"graphs={graphs!r}; it must be one of {', '.join(RUNTIMES)}")
     if on_miss not in ON_MISS:
         raise ValueError(f"on_miss={on_miss!r}; it must be one of {', '.join(ON_MISS)}")
+    if not isinstance(pack, bool):
+        raise ValueError(f"pack={pack!r}; it must be True or False")
     if max_cache_len is not None and not is_count(max_cache_len):
         raise ValueError(f"max_cache_len={max_cache_len!r}; it must be an integer of at least 1 or None")
     planner = Planner(Buckets("token_sizes", token_sizes), Buckets("batch_sizes", batch_sizes), max_cache_len)

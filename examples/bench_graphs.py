@@ -49,6 +49,11 @@ DEVICE = "cuda"
 MAX_LEN, REQUESTS = 8192, 8
 TWELVE_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SAME = ("case", "commit")  # of a record that further parts are added to; those of other commits stay
+STEPS = {  # whose replays are compared: (kind, more keys than are selected?)
+    f"{kind}, {'sparse' if sparse else 'k_only'}": (kind, sparse)
+    for kind in (DECODE, PREFILL)
+    for sparse in (True, False)
+}
 PARTS = ("time", "equality", "memory", "host_us_by_layers", "generate")
 console = Console(soft_wrap=True, highlight=False)
 batch_sizes = Buckets("batch_sizes", (4, REQUESTS))
@@ -117,7 +122,8 @@ def check_equality(args, model: ServedModel, pool: PagePool) -> dict:
 
     planner = Planner(Buckets("token_sizes", (256, 512)), batch_sizes, MAX_LEN)
     top_k, figures = model.configs[0].index_topk, {}
-    for kind, sparse in ((DECODE, True), (DECODE, False), (PREFILL, True)):
+    for name in args.steps:
+        kind, sparse = STEPS[name]
         for size in (2, 5) if kind == DECODE else (512, 256):  # every bucket and compile before the counting starts
             generator = torch.Generator().manual_seed(size)
             for runner in runtimes.values():
@@ -138,7 +144,6 @@ def check_equality(args, model: ServedModel, pool: PagePool) -> dict:
                 with ForcedSelections(selections) as forced:
                     eager = model(ids, batch, pool)
                 rows.add(logits, eager, forced.margins)
-        name = f"{kind}, {'sparse' if sparse else 'k_only'}"
         figures[name] = {
             "batches": args.batches,
             "runtimes": list(runtimes),
@@ -314,6 +319,7 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batches", type=int, default=50, help="random batches of each kind (default 50)")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, help="whose equality is checked")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--commit", help="with --json: the commit to record (default: that of the checkout)")

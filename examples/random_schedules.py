@@ -17,7 +17,6 @@ The last line is ``schedules equal: N/N``; the exit status is 1 when some are no
 
 import argparse
 import copy
-import json
 import random
 import sys
 import time
@@ -39,6 +38,7 @@ from transformers import PreTrainedModel
 
 from compiled_dsa import Batch, PagePool, compile_model
 from compiled_dsa.batch import DECODE, PREFILL
+from compiled_dsa.benchmark.timing import keep, provenance
 from compiled_dsa.custom_ops.layout import PAGE
 from compiled_dsa.huggingface.small_models import MODELS, SMALL, model_config, random_model
 
@@ -207,7 +207,6 @@ def run_schedules(args: argparse.Namespace) -> dict[str, Any]:
     ties_alone = sum(near_tie(*margins, dtype) for margins in zip(logit_margins, score_margins))
     return {
         **{name: getattr(args, name) for name in ("model", "schedules", "device", "dtype", "graphs", "seed")},
-        "torch": torch.__version__,
         "equal": equal,
         "differences": differences,
         "near_ties": near_ties,
@@ -258,7 +257,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--graphs", choices=("off", "auto"), default="off", help="auto: compiled by compile_model")
     parser.add_argument("--backend", default="inductor", help="torch.compile's; eager starts sooner")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--json", help="write the figures to this file, in place of those of the same case")
+    parser.add_argument("--commit", help="with --json: the commit to record (default: that of the checkout)")
     args = parser.parse_args(arguments)
     if args.schedules < 1:
         parser.error(f"--schedules={args.schedules}; it must be at least 1")
@@ -270,7 +270,8 @@ def main(arguments: list[str] | None = None) -> int:
     stats = run_schedules(args)
     report(stats)
     if args.json:
-        Path(args.json).write_text(json.dumps(stats, indent=1) + "\n")
+        case = f"{args.schedules} random schedules of {args.model}, {args.device}, {args.dtype}, graphs={args.graphs}"
+        keep(Path(args.json), {"case": case} | stats | provenance(args.commit))
     return 0 if stats["equal"] == args.schedules else 1
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compiled_dsa import compile_model, load_compiled, save_compiled
-from compiled_dsa.benchmark.timing import provenance, timed
+from compiled_dsa.benchmark.timing import keep, provenance, timed
 from compiled_dsa.huggingface import PagedCache, replace_attention
 from compiled_dsa.huggingface.small_models import MODELS, SMALL, model_config, random_model
 
@@ -74,7 +74,8 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, default=2, help="number of layers (default 2)")
-    parser.add_argument("--json", help="append the figures to this file")
+    parser.add_argument("--json", help="write the figures to this file, in place of those of the same case")
+    parser.add_argument("--commit", help="with --json: the commit to record (default: that of the checkout)")
     parser.add_argument("--process", choices=("cold", "warm"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -98,24 +99,22 @@ def main() -> int:
     console.print(table)
     console.print(f"saved: {saved / 1e6:.1f} MB")
     if args.json:
-        append(Path(args.json), args, results, saved)
+        keep(Path(args.json), record(args, results, saved))
     return 0 if results["warm"]["graphs"]["compiled"] == 0 and results["warm"]["graphs"]["found"] > 0 else 1
 
 
-def append(file: Path, args: argparse.Namespace, results: dict, saved: int) -> None:
+def record(args: argparse.Namespace, results: dict, saved: int) -> dict:
     process_us = {name: result["seconds"]["process"] * 1e6 for name, result in results.items()}
-    record = {
-        "case": "warm_start",
+    return {
+        "case": f"warm start of {args.layers} layers of {args.model}, {args.device}",
         "sizes": {"model": args.model, "layers": args.layers, "batch": BATCH, "prompt": PROMPT, "tokens": NEW_TOKENS},
         "ours_us": process_us["warm"],
         "peers_us": {"cold": process_us["cold"]},
         "device": args.device,
         **results,
         "saved_bytes": saved,
-        **provenance(),
+        **provenance(args.commit),
     }
-    held = json.loads(file.read_text()) if file.exists() else []
-    file.write_text(json.dumps([*held, record], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -197,5 +197,7 @@ def why_cut(overload: torch._ops.OpOverload) -> str:
         text = getattr(function_of_op(overload), "__doc__", None)
     paragraphs = [" ".join(p.split()) for p in re.split(r"\n\s*\n", text or "")]
     own = " ".join(p for p in paragraphs if p and not p.startswith("Legend"))
-    tagged = "Tagged cudagraph_unsafe where it is registered: what it launches cannot lie inside a captured CUDA graph."
+    tagged = (
+        "Tagged cudagraph_unsafe where it is registered: breakable and piecewise graphs, and torch's, are cut at it."
+    )
     return f"{tagged} {own}".strip()

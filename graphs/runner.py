@@ -190,7 +190,9 @@ class GraphRunner:
     buffers and a memory pool: use a runner, and all that share its memory, from one thread and one stream.
 
     Args:
-        function: the compiled callable. A call must not synchronise with the host, outside of split ops.
+        function: the compiled callable. A call must not synchronise with the host, outside of split ops, nor run ops
+            that only carry torch's tag ``cudagraph_unsafe``: code of ``CompiledForward`` refuses these by name at a
+            capture, of another callable they would be captured like any op.
         cut: break calls at split ops ("breakable"); else calls are captured whole ("full").
         memory: pools; runners of one model share them.
         max_calls: captured calls held at most; the one unused longest is dropped first.

@@ -131,7 +131,8 @@ def run(example, folder: Path, *options: str) -> tuple[int, dict]:
     """Exit status and figures."""
     figures = folder / "figures.json"
     status = example.main(["--json", str(figures), *options])
-    return status, json.loads(figures.read_text())
+    (record,) = json.loads(figures.read_text())
+    return status, record
 
 
 def test_program(example, tmp_path, monkeypatch, capsys):

@@ -170,11 +170,13 @@ def keep(path: Path | None, new: dict, same: Sequence[str] = ("case",)) -> list[
 
     Args:
         path: None: no file; the record alone is returned.
+        new: what it lacks of what all records have is written as empty: it has no sizes, or nothing was timed.
         same: keys in which a record must equal the new one for that to take its place.
     """
     if path is None:
         return [new]
     held = json.loads(path.read_text()) if path.exists() else []
+    new = {"case": None, "sizes": {}, "ours_us": None, "peers_us": {}, "limit_us": None} | new
     records = [r for r in held if any(r[key] != new[key] for key in same)] + [new]
     path.write_text(json.dumps(records, indent=1) + "\n")
     return records

@@ -109,6 +109,7 @@ def test_training_falls_back_inside_one_graph():
         ({"max_cache_len": True}, "max_cache_len=True; it must be an integer"),
         ({"max_cache_len": "5"}, "max_cache_len='5'; it must be an integer"),
         ({"on_miss": "ignore"}, "on_miss='ignore'; it must be one of warn, raise"),
+        ({"pack": "yes"}, "pack='yes'; it must be True or False"),
     ],
 )
 def test_bad_arguments(pairs, arguments, message):
