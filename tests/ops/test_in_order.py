@@ -101,7 +101,7 @@ def test_rows_get_the_same_bits_in_any_call(backend, small, written):
     check("index_topk_decode", every[1::3], wide)
     check("index_topk_prefill", every, wide)
     for budget in (1, 2, 20):  # rows, of which one has no list beside it
-        check("index_topk_prefill", every, table, padding=18, budget=budget * 4 * PAGE * COLUMNS)
+        check("index_topk_prefill", every[::2], table, padding=21, budget=budget * 4 * PAGE * COLUMNS)
     assert written == (set(WRITERS) if backend.provider == "triton" else written)
 
 
