@@ -92,6 +92,8 @@ def assert_rows(got, whole, rows):
 
 
 OTHER_CALLS = [[1], [4, 3, 2, 1, 0], [1, -1, 4, -1, -1, 0, -1]]
+if torch.cuda.is_available():  # the interpreter takes seconds each
+    OTHER_CALLS += [[0], [4]]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -116,7 +118,7 @@ def test_rows_of_a_prefill(backend, size, paged):
     row = row_scratch_bytes(args[0], args[7])
     for rows in OTHER_CALLS:
         assert_rows(prefill(backend, at_rows(args, rows)), whole, rows)
-    for budget in (row, 3 * row + 1) if size == "fp32" else (2 * row,):
+    for budget in (2 * row,) if backend.interpreted and size != "fp32" else (row, 3 * row + 1):
         assert_rows(prefill(backend, args, budget), whole, range(T))
     assert (whole[0][3] == 0).all()
 

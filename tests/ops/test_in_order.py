@@ -25,6 +25,8 @@ from tests.ops.index_cases import (
 K, COLUMNS = 40, 8
 # (request, visible) of rows that see many keys, K and fewer; one of more than K has fewer numbers
 ROWS = [(0, 512), (1, 512), (1, 60), (1, 40), (2, 250), (2, 30)]
+if torch.cuda.is_available():  # the interpreter takes seconds each
+    ROWS += [(0, 300), (2, 500), (2, 200)]
 WRITERS = ("write_slots", "write_slots_split", "write_slots_listed")
 
 
