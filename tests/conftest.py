@@ -1,5 +1,6 @@
 """Fixtures of all tests: which providers of an op run on which devices; ``gpu`` tests are skipped without CUDA."""
 
+import importlib
 import os
 from dataclasses import dataclass
 
@@ -25,6 +26,32 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_patch_a_launch():
+    """Triton's interpreter patches triton.language again whenever a kernel calls a function: a third of our kernels'
+    time. Here once a launch for each module with such functions."""
+    interpreter = None if CUDA else importlib.import_module("triton.runtime.interpreter")
+    if not hasattr(interpreter, "_LangPatchScope"):
+        yield
+        return
+    patch_lang, patched = interpreter._patch_lang, set()
+
+    def patch_once(function):
+        if id(function.__globals__) in patched:
+            return interpreter._LangPatchScope()
+        launch = not patched
+        patched.add(id(function.__globals__))
+        scope = patch_lang(function)
+        if launch:
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        yield
 
 
 @pytest.fixture

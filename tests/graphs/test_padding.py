@@ -3,9 +3,18 @@
 import pytest
 import torch
 
+from compiled_dsa.graphs import padding
 from compiled_dsa.graphs.padding import FILLED_DTYPES, can_fill, fill_padding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """The interpreter runs one after the other: fewer of them, which fill several blocks each."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(padding, "_PROGRAMS", 3)
+        monkeypatch.setattr(padding, "_BLOCK", 256)
 
 
 @pytest.mark.parametrize("dtype", FILLED_DTYPES, ids=str)

@@ -20,11 +20,12 @@ folder, action = sys.argv[1:]
 if action == "load":
     assert compiled_dsa.load_compiled(folder)["inductor"] == 1
 
-def store(pool, latents, rope, slots):
-    torch.ops.compiled_dsa.store_latents(pool, torch.relu(latents) * 2, rope, slots)
+def store(pool, latents, weight, rope, slots):  # no pointwise work: a C++ compiler would take most of the time
+    torch.ops.compiled_dsa.store_latents(pool, latents @ weight, rope, slots)
 
 pool = torch.zeros(2, 64, 6)
-torch.compile(store, fullgraph=True)(pool, torch.ones(3, 4), torch.ones(3, 2), torch.tensor([1, -1, 64]))
+rows = torch.ones(3, 4), 2 * torch.eye(4), torch.ones(3, 2), torch.tensor([1, -1, 64])
+torch.compile(store, fullgraph=True)(pool, *rows)
 assert pool.sum() == 2 * (4 * 2 + 2)
 hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
 assert hits == (action == "load"), hits

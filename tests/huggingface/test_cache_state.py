@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from compiled_dsa import compile_model
 from compiled_dsa.huggingface import PagedCache
-from tests.huggingface.tiny_models import VOCABULARY, prompt
+from tests.huggingface.tiny_models import VOCABULARY, prompt, small_pair
 
 
 def logits(model, ids, **kwargs):
@@ -129,9 +129,11 @@ def test_a_hook_on_the_absorbed_projection_counts(fresh_pair):
     assert cache.get_seq_length() == 0
 
 
-def test_an_overflow_of_whole_compiled_forwards_is_named(fresh_pair):
-    whole = torch.compile(fresh_pair.ours, backend="eager")
-    cache = PagedCache(fresh_pair.config, 2, 40, device="cpu", dtype=torch.float32)
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_an_overflow_of_whole_compiled_forwards_is_named():
+    pair = small_pair("deepseek_v32")
+    whole = torch.compile(pair.ours, backend="eager")
+    cache = PagedCache(pair.config, 2, 40, device="cpu", dtype=torch.float32)
     with torch.no_grad():
         whole(prompt(2, 30), past_key_values=cache)
         whole(prompt(2, 30), past_key_values=cache)

@@ -32,18 +32,21 @@ def generate(pair: Pair, cache: PagedCache, batch_size: int, length: int, new: i
 
 
 def test_compiles_of_generate():
-    """Prefill and decode compile once each, with scores and (below index_topk) without; other lengths never."""
+    """Prefill and decode compile once each, with scores and (below index_topk) without; other lengths, beams and chunks
+    never."""
     pair = compiled_pair("glm_moe_dsa")
-    cache = PagedCache(pair.config, 3, 128)
+    cache = PagedCache(pair.config, 6, 128)
     assert generate(pair, cache, 2, 24) == 2  # many tokens a row, and one
     assert generate(pair, cache, 2, 37) == 0
     assert generate(pair, cache, 2, 100) == 0
     assert generate(pair, cache, 2, 10, new=INDEX_TOPK - 10) == 2  # the same without scores
     assert generate(pair, cache, 2, 12, new=20) == 0  # from one to the other
     assert generate(pair, cache, 3, 50) == 0  # another batch size
-    assert generate(pair, PagedCache(pair.config, 3, 128), 2, 31) == 0  # another cache of that size
+    assert generate(pair, PagedCache(pair.config, 6, 128), 2, 31) == 0  # another cache of that size
     for length in range(100, 111):
         assert generate(pair, cache, 2, length, new=2) == 0
+    for length, options in ((24, {"num_beams": 3}), (70, {"num_beams": 3}), (60, {"prefill_chunk_size": 25})):
+        assert generate(pair, cache, 2, length, **options) == 0
     assert pair.ours.dsa_stats.calls == 0 and pair.ours.dsa_stats.traced == 4 * pair.config.num_hidden_layers
 
 
@@ -69,14 +72,6 @@ def test_compiles_of_prompt_lookup():
     cache = PagedCache(pair.config, 1, 128)
     assert generate(pair, cache, 1, 30, new=12, prompt_lookup_num_tokens=4) == 3
     assert generate(pair, cache, 1, 44, new=12, prompt_lookup_num_tokens=4) == 0
-
-
-def test_beams_and_chunks():
-    pair = compiled_pair("glm_moe_dsa")
-    cache = PagedCache(pair.config, 6, 128)
-    assert generate(pair, cache, 2, 24, num_beams=3) == 2
-    assert generate(pair, cache, 2, 70, num_beams=3) == 0
-    assert generate(pair, cache, 2, 60, prefill_chunk_size=25) == 0
 
 
 def test_training_falls_back_inside_one_graph():
@@ -132,21 +127,27 @@ def test_a_model_is_compiled_once(pairs):
         compile_model(model)
 
 
+class Scale(torch.nn.Module):
+    def forward(self, x, negative=False):
+        return -x if negative else 2 * x
+
+
 @pytest.mark.parametrize("on_miss", ["warn", "raise"])
 def test_compiles_after_the_warm_up_warn_once_or_raise(on_miss):
-    model = compile_model(small_pair("deepseek_v32").ours, backend="eager", on_miss=on_miss)
+    model = compile_model(Scale(), backend="eager", on_miss=on_miss)
+    x = torch.ones(3)
     with torch.no_grad():
-        model(prompt(2, 24))
+        model(x)
         model.end_warm_up()
-        model(prompt(2, 30))
+        model(x)
         assert model.graph_stats()["recompiles"] == 0
         if on_miss == "raise":
             with pytest.raises(GraphMissError, match="compiled after the warm-up"):
-                model(prompt(2, 1))
-            model(prompt(2, 30))
+                model(x, negative=True)
+            model(x)
         else:
             with pytest.warns(UserWarning, match="compiled after the warm-up"):
-                model(prompt(2, 1))
+                model(x, negative=True)
             assert model.graph_stats()["recompiles"] == 1
 
 

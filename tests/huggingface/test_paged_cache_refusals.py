@@ -145,7 +145,7 @@ def test_padding_must_stay_masked(pair, call, message):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_refused_calls_of_a_compiled_model():
-    pair = compiled(small_pair("glm_moe_dsa"))
+    pair = compiled(small_pair("deepseek_v32"))
     conversation = talk(pair, device="cpu", dtype=torch.float32)
     conversation.feed(2, 20)
     for call in (too_long, too_many_rows, other_rows, earlier_columns_masked, mask_of_the_new_columns_only):

@@ -5,7 +5,7 @@ the stock implementations disagree with each other.
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -150,10 +150,19 @@ class Pair:
 
     stock: PreTrainedModel
     ours: PreTrainedModel
+    _kept: dict[tuple, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def config(self):
         return self.ours.config
+
+    def stock_tokens(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options) -> torch.Tensor:
+        """What the stock model generates without sampling, once for all tests that share the pair unchanged."""
+        mask = None if attention_mask is None else attention_mask.tolist()
+        key = str((ids.tolist(), mask, sorted(options.items())))
+        if key not in self._kept:
+            self._kept[key] = self.stock.generate(ids, attention_mask=attention_mask, **options)
+        return self._kept[key]
 
     def cache(self, kind: str, batch_size: int, length: int, **options) -> dict[str, Any]:
         """Arguments of ``generate`` for a kind of cache."""

@@ -201,7 +201,7 @@ def run_layer(layer: SparseAttention, plan: Plan, cache: torch.dtype, x: list[Te
     [(torch.float32, torch.float32, 2e-5), (torch.float64, FP8, 1e-5)],
     ids=["fp32", "fp8"],
 )
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(plan=plans())
 def test_layers_give_the_same_up_to_rounding(dtype, cache, tolerance, plan):
     layer = deterministic_layer(dtype)

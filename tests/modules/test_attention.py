@@ -232,11 +232,10 @@ def run_compiled(step, serving: Serving, new: int, kind: str, skip_scores: bool)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("model_type", ["glm_moe_dsa", "axk2"])
-def test_one_compile_for_each_kind_and_predicate(model_type):
+def test_one_compile_for_each_kind_and_predicate():
     """T = 2, 1, 0, 17, 16, 15, then kv lengths of 100 to 110: whatever the number of rows, four variants compile once
     each, and a second round compiles nothing."""
-    stock = stock_layer(model_type, torch.float32)
+    stock = stock_layer("axk2", torch.float32)
     layer, stats = our_layer(stock), CompileStats()
     step = compiled_step(layer, stats)
     x = requests(torch.float32, (110,))

@@ -24,7 +24,9 @@ from tests.ops.index_cases import (
 
 K, COLUMNS = 40, 8
 # (request, visible) of rows that see many keys, K and fewer; one of more than K has fewer numbers
-ROWS = [(0, 512), (0, 300), (1, 512), (1, 60), (1, 40), (2, 500), (2, 250), (2, 200), (2, 30)]
+ROWS = [(0, 512), (1, 512), (1, 60), (1, 40), (2, 250), (2, 30)]
+if torch.cuda.is_available():  # the interpreter takes seconds each
+    ROWS += [(0, 300), (2, 500), (2, 200)]
 WRITERS = ("write_slots", "write_slots_split", "write_slots_listed")
 
 
@@ -95,13 +97,13 @@ def test_rows_get_the_same_bits_in_any_call(backend, small, written):
         assert torch.equal(chosen, slots_of(where, page_table[rest[0].long()]))
 
     every = list(range(len(ROWS)))
-    for row in every[::3]:
+    for row in every[::2]:
         check("index_topk_decode", [row], table)
     check("index_topk_decode", every[::-1], table, padding=multiprocessors(pool.device))  # too many rows to split
     check("index_topk_decode", every[1::3], wide)
     check("index_topk_prefill", every, wide)
     for budget in (1, 2, 20):  # rows, of which one has no list beside it
-        check("index_topk_prefill", every, table, padding=15, budget=budget * 4 * PAGE * COLUMNS)
+        check("index_topk_prefill", every[::2], table, padding=21, budget=budget * 4 * PAGE * COLUMNS)
     assert written == (set(WRITERS) if backend.provider == "triton" else written)
 
 
@@ -140,19 +142,19 @@ def test_any_order_becomes_one(device, K, with_positions):
 @pytest.mark.parametrize("kernel", WRITERS)
 def test_positions_alone(device, small, kernel):
     """Each selection writes the same positions with slots and without."""
-    values = hard_rows(COLUMNS * PAGE, device)
-    visible = int32([512, 511, 20, 512, 512, 509, 512, 500, 258], device)
-    table = random_page_table(9, COLUMNS, 9 * COLUMNS, device)
-    requests = torch.arange(9, dtype=torch.int32, device=device)
-    wheres = [poisoned(9, K, dtype=torch.int32, device=device) for _ in range(2)]
-    slots = poisoned(9, K, dtype=torch.int32, device=device)
+    values = hard_rows(COLUMNS * PAGE, device)[[1, 2, 4, 8]]
+    visible = int32([511, 20, 512, 258], device)
+    table = random_page_table(4, COLUMNS, 4 * COLUMNS, device)
+    requests = torch.arange(4, dtype=torch.int32, device=device)
+    wheres = [poisoned(4, K, dtype=torch.int32, device=device) for _ in range(2)]
+    slots = poisoned(4, K, dtype=torch.int32, device=device)
     for out, where in zip((slots, None), wheres):
         group = select.group_size(COLUMNS * PAGE, K, False)
         scores, maxima = scores_and_maxima(values, visible, group)
         if kernel == "write_slots":
             write = partial(select.write_slots, scores, maxima, group=group)
         elif kernel == "write_slots_split":
-            counters = select_split.empty_counters(9, 4, device).zero_()
+            counters = select_split.empty_counters(4, 4, device).zero_()
             write = partial(select_split.write_slots_split, scores, maxima, counters, group=group, splits=4)
         else:
             lists = poisoned(3, 2 * PAGE, dtype=torch.int64, device=device)
