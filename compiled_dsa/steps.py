@@ -56,8 +56,8 @@ class Planner:
 
     @property
     def batch_kinds(self) -> int:
-        """How many kinds of forwards over a ``Batch`` there are, each with a graph of its own: sizes of the buckets,
-        tokens a request in decode, scores skipped or not."""
+        """How many kinds of forwards over a ``Batch`` there are, each with a graph of its own for a pool: sizes of the
+        buckets, tokens a request in decode, scores skipped or not."""
         decode = len(self._requests.sizes) * MAX_DECODE_TOKENS
         return 2 * (decode + len(self._tokens.sizes) * len(self._prefill_requests.sizes))
 

@@ -169,9 +169,9 @@ def alone(name: str, libraries: list[str], providers: list[str], make: Callable[
 
 
 def by_default(op: str, deterministic: bool) -> dict[str, Run]:
-    place = list(OPS[op].arguments).index("deterministic")
-    call = partial(OPS[op].overload, provider="triton")
-    return {"triton by default": lambda args: call(*args[:place], False, *args[place + 1 :])} if deterministic else {}
+    place, call = list(OPS[op].arguments).index("deterministic"), partial(OPS[op].overload, provider="triton")
+    runs: dict[str, Run] = {"triton by default": lambda args: call(*args[:place], False, *args[place + 1 :])}
+    return runs if deterministic else {}
 
 
 def bf16(*shape: int) -> Tensor:

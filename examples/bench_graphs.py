@@ -319,7 +319,10 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batches", type=int, default=50, help="random batches of each kind (default 50)")
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, help="whose equality is checked")
+    names = ", ".join(f'"{name}"' for name in STEPS)
+    parser.add_argument(
+        "--steps", nargs="+", choices=STEPS, default=STEPS, metavar="STEP", help=f"whose equality is checked: {names}"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--commit", help="with --json: the commit to record (default: that of the checkout)")
@@ -340,7 +343,7 @@ def main() -> int:
         whole, pieces = CompiledForward(model.forward), CompiledForward(model.forward, piecewise=True)
         measurements = {
             "time": lambda: measure_time(model, pool, whole, graph_runtimes(whole, pieces)),
-            "equality": lambda: check_equality(args, model, pool),
+            "equality": lambda: figures.get("equality", {}) | check_equality(args, model, pool),
             "memory": lambda: capture_buckets(whole, model, pool),
             "host_us_by_layers": lambda: host_time_by_layers(args),
             "generate": lambda: generation(args, model.model),

@@ -270,7 +270,8 @@ def main(arguments: list[str] | None = None) -> int:
     stats = run_schedules(args)
     report(stats)
     if args.json:
-        case = f"{args.schedules} random schedules of {args.model}, {args.device}, {args.dtype}, graphs={args.graphs}"
+        case = f"{args.schedules} random schedules of {args.model}, {args.device}, {args.dtype}"
+        case += f", graphs={args.graphs}, seed={args.seed}"
         keep(Path(args.json), {"case": case} | stats | provenance(args.commit))
     return 0 if stats["equal"] == args.schedules else 1
 

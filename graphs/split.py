@@ -1,7 +1,7 @@
 """Cutting a traced graph at its split ops.
 
 A split op is an operator tagged ``cudagraph_unsafe`` where it is registered (``registry.define(split=True)`` and
-``capture.split_op`` do so): what it launches runs between captured graphs. One that carries the tag alone,
+``capture.split_op`` do so): breakable and piecewise graphs, and torch's, are cut at it. One that carries the tag alone,
 without what these two add, cuts the compiled code likewise, but no capture knows how to go on after it (unsafe.py).
 """
 

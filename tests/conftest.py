@@ -42,8 +42,8 @@ def one_patch_a_launch():
         if id(function.__globals__) in patched:
             return interpreter._LangPatchScope()
         launch = not patched
-        patched.add(id(function.__globals__))
         scope = patch_lang(function)
+        patched.add(id(function.__globals__))
         if launch:
             restore = scope.restore
             scope.restore = lambda: (patched.clear(), restore())

@@ -169,14 +169,14 @@ def keep(path: Path | None, new: dict, same: Sequence[str] = ("case",)) -> list[
     """Puts a record into the file, in place of one of the same case; returns all that it holds.
 
     Args:
-        path: None: no file; the record alone is returned.
+        path: None: no file; the record alone is returned as it is.
         new: what it lacks of what all records have is written as empty: it has no sizes, or nothing was timed.
         same: keys in which a record must equal the new one for that to take its place.
     """
     if path is None:
         return [new]
     held = json.loads(path.read_text()) if path.exists() else []
-    new = {"case": None, "sizes": {}, "ours_us": None, "peers_us": {}, "limit_us": None} | new
-    records = [r for r in held if any(r[key] != new[key] for key in same)] + [new]
+    new = {"case": new["case"], "sizes": {}, "ours_us": None, "peers_us": {}, "limit_us": None} | new
+    records = [r for r in held if any(r.get(key) != new[key] for key in same)] + [new]
     path.write_text(json.dumps(records, indent=1) + "\n")
     return records

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_dsa.custom_ops.kernels.common import outputs, paged_slots
+from compiled_dsa.custom_ops.kernels.common import paged_slots
 from compiled_dsa.custom_ops.layout import PAGE
 
 LANES_PER_THREAD = 8
@@ -75,7 +75,7 @@ def write_selection(
         write(*rows, topk_out, pages, positions_out=positions_out)
         return
     write(*rows, None, pages, positions_out=topk_out)
-    _, positions = outputs(topk_out, positions_out)
+    positions = topk_out if positions_out is None else positions_out
     lanes = max(16, triton.next_power_of_2(K))
     _put_in_order[(T,)](
         *rows,

@@ -105,7 +105,7 @@ def test_steps_without_scores(pair):
 
 def test_capture_of_a_compiled_model(fresh_dynamo):
     """The same selections as eager; each variant of the code is compiled once more, and once only."""
-    pair, steps = small_pair("deepseek_v32"), (40, 1)
+    pair, steps = small_pair("glm_moe_dsa"), (40, 1)
     with capture_indices(pair.ours) as want:
         forwards(pair, pair.ours, "paged", steps)
     compiled = compiled_dsa.compile_model(copy.deepcopy(pair.ours), graphs="off", backend="aot_eager")

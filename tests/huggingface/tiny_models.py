@@ -150,7 +150,7 @@ class Pair:
 
     stock: PreTrainedModel
     ours: PreTrainedModel
-    _kept: dict[tuple, torch.Tensor] = field(default_factory=dict, repr=False)
+    _kept: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def config(self):

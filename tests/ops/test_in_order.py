@@ -102,9 +102,10 @@ def test_rows_get_the_same_bits_in_any_call(backend, small, written):
     check("index_topk_decode", every[::-1], table, padding=multiprocessors(pool.device))  # too many rows to split
     check("index_topk_decode", every[1::3], wide)
     check("index_topk_prefill", every, wide)
-    for budget in (1, 2, 20):  # rows, of which one has no list beside it
+    for budget in (20, 2) if backend.library else (20, 2, 1):  # rows, of which one has no list beside it
         check("index_topk_prefill", every[::2], table, padding=21, budget=budget * 4 * PAGE * COLUMNS)
-    assert written == (set(WRITERS) if backend.provider == "triton" else written)
+    if backend.provider == "triton":
+        assert written == set(WRITERS)
 
 
 @pytest.mark.parametrize("K", [1, 16, 33, 100, 500, 2048])
