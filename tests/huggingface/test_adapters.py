@@ -11,7 +11,7 @@ from compiled_dsa.huggingface import PagedCache, replace_attention
 from compiled_dsa.weights import FP8, effective_weight
 from tests.huggingface.tiny_models import CACHES, Pair, assert_same_tokens, prompt, tiny_model
 
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip("peft", reason="peft is in the extra 'test', which is not installed")
 
 OPTIONS = {"do_sample": False, "max_new_tokens": 6}
 ATTENTION = ["q_a_proj", "q_b_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]

@@ -14,7 +14,7 @@ from tests.huggingface.test_adapters import ATTENTION, INDEXER, add_adapter
 from tests.huggingface.tiny_models import prompt, tiny_model
 from tests.modules.layers import Serving, our_layer, stock_layer
 
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip("peft", reason="peft is in the extra 'test', which is not installed")
 
 REPLAYED = "what a graph replayed"
 REFUSED = "adapters were added, removed, .* graphs='off'"
