@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from compiled_dsa.custom_ops.kernels.common import LN2, LOG2E
-from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT
+from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, _barrier
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     HALF,
     KEYS,
@@ -62,17 +62,15 @@ def _score_left(scores, stage, varying, phase, buffers, barriers, SIDE: gl.const
 
 
 @gluon.jit
-def _score_right(scores, stage, varying, phase, rope_phase, q_rope, buffers, barriers, SIDE: gl.constexpr):
+def _score_right(scores, stage, varying, phase, q_rope, buffers, barriers, SIDE: gl.constexpr):
     mbarrier.wait(barriers.right_full.index(SIDE), phase)
     fence_async_shared()
     keys = buffers.k_right.index(stage).permute((1, 0))
     scores = warpgroup_mma(tile_of(buffers.q_right, varying), keys, scores, is_async=True)
     if q_rope is None:
-        # one stage: its blocks alternate between the sides
-        mbarrier.wait(barriers.rope_full.index(0), rope_phase)
+        mbarrier.wait(barriers.rope_full.index(SIDE), phase)
         fence_async_shared()
         q_rope = tile_of(buffers.q_rope, varying)
-        stage = varying
     return warpgroup_mma(q_rope, buffers.k_rope.index(stage).permute((1, 0)), scores, is_async=True)
 
 
@@ -87,7 +85,8 @@ def _exponentiate(scores, maximum, buffers, barriers, unit, SIDE: gl.constexpr):
     shrink = gl.exp2(maximum - finite)
     p = gl.exp2(scores * unit - gl.expand_dims(finite, 1))
     weights = p.to(gl.bfloat16)
-    buffers.weights.index(SIDE).store(weights)
+    _barrier()  # no warp still scores this block's rope, whose place the weights take
+    buffers.k_rope.index(SIDE).store(weights)
     buffers.shrink.index(SIDE).store(shrink)
     buffers.maximum.index(SIDE).store(new)
     fence_async_shared()
@@ -102,7 +101,7 @@ def _sum_other(acc, stage, phase, values, buffers, barriers, OTHER: gl.constexpr
     shrink = buffers.shrink.index(OTHER).load(gl.SliceLayout(1, _OUT))
     maximum = buffers.maximum.index(OTHER).load(gl.SliceLayout(1, _SCORES))
     acc = acc * gl.expand_dims(shrink, 1)
-    return warpgroup_mma(buffers.weights.index(stage), values.index(stage), acc, is_async=True), maximum
+    return warpgroup_mma(buffers.k_rope.index(stage), values.index(stage), acc, is_async=True), maximum
 
 
 @gluon.jit
@@ -136,16 +135,14 @@ def _step(
         if not FIRST:
             acc = warpgroup_mma_wait(1, deps=[acc])
             mbarrier.arrive(values_empty.index(OTHER), count=1)
-        scores = _score_right(scores, own, varying, phase, SIDE, q_rope, buffers, barriers, SIDE)
+        scores = _score_right(scores, own, varying, phase, q_rope, buffers, barriers, SIDE)
         scores = warpgroup_mma_wait(0, deps=[scores])
     else:
         # scores first: they run while the left consumer exponentiates; its block is summed while this one does
         scores = _score_left(scores, own, varying, phase, buffers, barriers, SIDE)
-        scores = _score_right(scores, own, varying, phase, SIDE, q_rope, buffers, barriers, SIDE)
+        scores = _score_right(scores, own, varying, phase, q_rope, buffers, barriers, SIDE)
         acc, maximum = _sum_other(acc, other, phase, values, buffers, barriers, OTHER)
         scores = warpgroup_mma_wait(1, deps=[scores])
-    if q_rope is None:
-        mbarrier.arrive(barriers.rope_empty.index(0), count=1)
     p, weights, shrink, new, finite = _exponentiate(scores, maximum, buffers, barriers, unit, SIDE)
     if SIDE == 1:
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -168,10 +165,8 @@ def _only_step(acc, total, step, q_rope, buffers, barriers, unit, zero, SIDE: gl
     if SIDE == 0:
         scores = gl.zeros([TILE_HEADS, KEYS], gl.float32, layout=_SCORES)
         scores = _score_left(scores, varying, varying, phase, buffers, barriers, 0)
-        scores = _score_right(scores, varying, varying, phase, phase, q_rope, buffers, barriers, 0)
+        scores = _score_right(scores, varying, varying, phase, q_rope, buffers, barriers, 0)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        if q_rope is None:
-            mbarrier.arrive(barriers.rope_empty.index(0), count=1)
         p, weights, _, maximum, _ = _exponentiate(scores, maximum, buffers, barriers, unit, 0)
         total = gl.sum(p, axis=1)
         weights = gl.convert_layout(weights, gl.DotOperandLayout(0, _OUT, 2))
@@ -257,7 +252,7 @@ def consume(heads, rows, ntiles, unit, zero, buffers, barriers, SIDE: gl.constex
                 # the right consumer's last block
                 mbarrier.wait(barriers.weights_full.index(1), (begin - 1) & 1)
                 acc = acc * gl.expand_dims(buffers.shrink.index(1).load(OUT_ROW), 1)
-                acc = warpgroup_mma(buffers.weights.index(1), buffers.k_left.index(1), acc, is_async=True)
+                acc = warpgroup_mma(buffers.k_rope.index(1), buffers.k_left.index(1), acc, is_async=True)
                 new = buffers.maximum.index(1).load(ROW)
                 total = total * gl.exp2(maximum - finite_of(new))
                 maximum = new

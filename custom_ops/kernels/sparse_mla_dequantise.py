@@ -148,17 +148,14 @@ def _load(address, there, RIGHT: gl.constexpr):
 
 
 @gluon.jit
-def _copy_rope(address, there, phase, buffers, barriers, SIDE: gl.constexpr):
+def _copy_rope(address, there, buffers, barriers, SIDE: gl.constexpr):
     """Rope of a block into its stage, when that is free, and which of its lanes count."""
-    STAGES: gl.constexpr = buffers.k_rope.shape[0]
-    stage: gl.constexpr = SIDE if STAGES == 2 else 0
     column = gl.expand_dims(gl.arange(0, _GROUP, layout=gl.SliceLayout(0, _CODES)), 0)
     begin = gl.expand_dims(address, 1) + (_GROUPS * _GROUP + _GROUPS + column)
-    mbarrier.wait(barriers.rope_empty.index(stage), phase)
-    copy(as_words(buffers.k_rope.index(stage)), begin, mask=gl.expand_dims(there, 1))
-    async_copy.mbarrier_arrive(barriers.rope_full.index(stage), increment_count=False)
+    copy(as_words(buffers.k_rope.index(SIDE)), begin, mask=gl.expand_dims(there, 1))
+    async_copy.mbarrier_arrive(barriers.rope_full.index(SIDE), increment_count=False)
     buffers.bound.index(SIDE).store(gl.where(there, float("inf"), NONE))
-    mbarrier.arrive(barriers.rope_full.index(stage), count=1)
+    mbarrier.arrive(barriers.rope_full.index(SIDE), count=1)
 
 
 @gluon.jit
@@ -241,13 +238,11 @@ def produce_dequantised(
                     following = _load(address, there, 1)
                     _store(half, factors, buffers, barriers, side, 0)
                     half = following
-                if LAST == 1:
-                    if SIDES == 1 or buffers.k_rope.shape[0] == 2:
-                        _copy_rope(address, there, phase, buffers, barriers, side)
-                    else:  # the parity of the one stage passes from side to side
-                        _copy_rope(address, there, 1 - side, buffers, barriers, side)
+                rope, holds = address, there
                 address, there = _addresses(pool, slots)
                 factors = _factors(half, phase, barriers, side, LAST)
+                if LAST == 1:
+                    _copy_rope(rope, holds, buffers, barriers, side)
                 following = _load(address, there, FIRST)
                 slots = slots_of_block(rows, offset, SIDES * step + side + 2, n, PAGED, ROWS)
                 _store(half, factors, buffers, barriers, side, LAST)

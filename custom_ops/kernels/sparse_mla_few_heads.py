@@ -76,7 +76,6 @@ class _Barriers(NamedTuple):
     left_empty: gl.shared_memory_descriptor
     right_empty: gl.shared_memory_descriptor
     rope_full: gl.shared_memory_descriptor
-    rope_empty: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -114,8 +113,6 @@ def _block(left, right, total, maximum, step, buffers, barriers, unit, zero, SID
     left = warpgroup_mma(buffers.k_left.index(own).permute((1, 0)), weights, left * shrink, is_async=True)
     right = warpgroup_mma(buffers.k_right.index(own).permute((1, 0)), weights, right * shrink, is_async=True)
     total = total * shrink + p
-    # not earlier: it takes two barriers of the warps, for which the weights would have waited
-    mbarrier.arrive(barriers.rope_empty.index(SIDE), count=1)
     left = warpgroup_mma_wait(1, deps=[left])
     mbarrier.arrive(barriers.left_empty.index(SIDE), count=1)
     right = warpgroup_mma_wait(0, deps=[right])
@@ -246,7 +243,6 @@ def _attend(
         left_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         right_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         rope_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        rope_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     mbarrier.init(barriers.q_full, count=2)  # latents as they arrive, rope when it is stored
     for stage in gl.static_range(2):
@@ -256,7 +252,6 @@ def _attend(
         mbarrier.init(barriers.right_empty.index(stage), count=1)
         # each producer thread, as its copies arrive, and once for the bound
         mbarrier.init(barriers.rope_full.index(stage), count=129)
-        mbarrier.init(barriers.rope_empty.index(stage), count=1)
     fence_async_shared()
     rows = Rows(ids, ids_row, width, count, req_of_row, pages, number, splits, 1)
     heads = Heads(H, q_rope, q_rope_row, q_rope_head, o_desc, sinks, lse, lse_row, lse_head)

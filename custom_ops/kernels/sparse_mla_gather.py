@@ -45,7 +45,6 @@ class Buffers(NamedTuple):
     k_right: gl.shared_memory_descriptor
     k_rope: gl.shared_memory_descriptor  # bf16 [2, 64, 64]; [1, 64, 64] of an fp8 pool
     bound: gl.shared_memory_descriptor  # fp32 [2, 64]: scores are cut to it, -inf for a lane without token, else inf
-    weights: gl.shared_memory_descriptor  # bf16 [2, 64, 64]
     shrink: gl.shared_memory_descriptor  # fp32 [2, 64]: factor of everything summed before the block
     maximum: gl.shared_memory_descriptor  # fp32 [2, 64]: of the scores up to the block, in units of log2
     total: gl.shared_memory_descriptor  # fp32 [2, 64]: sum of the weights of the blocks of each consumer
@@ -66,8 +65,7 @@ class Barriers(NamedTuple):
     left_empty: gl.shared_memory_descriptor
     right_empty: gl.shared_memory_descriptor
     weights_full: gl.shared_memory_descriptor  # also of shrink and maximum
-    rope_full: gl.shared_memory_descriptor | None  # of the one stage of k_rope of an fp8 pool, and of bound
-    rope_empty: gl.shared_memory_descriptor | None
+    rope_full: gl.shared_memory_descriptor | None  # of k_rope of an fp8 pool, and of bound
 
 
 class Rows(NamedTuple):

@@ -84,16 +84,14 @@ def _attend(
     FP8: gl.constexpr = pool.dtype.element_ty == gl.int32
     if EARLY:
         gdc_launch_dependents()  # the programs that combine start and wait
-    ROPES: gl.constexpr = 1 if FP8 else 2
     buffers = Buffers(
         q_left=gl.allocate_shared_memory(gl.bfloat16, [1, 1, TILE_HEADS, HALF], _QUERIES),
         q_right=gl.allocate_shared_memory(gl.bfloat16, [1, 1, TILE_HEADS, HALF], _QUERIES),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [1, 1, TILE_HEADS, ROPE], _QUERIES) if FP8 else None,
         k_left=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, HALF], _TILE),
         k_right=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, HALF], _TILE),
-        k_rope=gl.allocate_shared_memory(gl.bfloat16, [ROPES, KEYS, ROPE], _TILE),
+        k_rope=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, ROPE], _TILE),
         bound=gl.allocate_shared_memory(gl.float32, [2, KEYS], _VECTOR),
-        weights=gl.allocate_shared_memory(gl.bfloat16, [2, TILE_HEADS, KEYS], _TILE),
         shrink=gl.allocate_shared_memory(gl.float32, [2, TILE_HEADS], _VECTOR),
         maximum=gl.allocate_shared_memory(gl.float32, [2, TILE_HEADS], _VECTOR),
         total=gl.allocate_shared_memory(gl.float32, [2, TILE_HEADS], _VECTOR),
@@ -108,14 +106,11 @@ def _attend(
         left_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         right_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         weights_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        rope_full=gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
-        rope_empty=gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
+        rope_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     mbarrier.init(barriers.q_full, count=2 if FP8 else 1)
     mbarrier.init(barriers.q_empty, count=2)
     mbarrier.init(barriers.total_full, count=2)
-    mbarrier.init(barriers.rope_full.index(0), count=129)
-    mbarrier.init(barriers.rope_empty.index(0), count=1)
     for stage in gl.static_range(2):
         # where copies fill it: each producer thread, as its copies arrive, and once for the bound
         mbarrier.init(barriers.left_full.index(stage), count=1 if FP8 else 128)
@@ -123,6 +118,7 @@ def _attend(
         mbarrier.init(barriers.left_empty.index(stage), count=1)
         mbarrier.init(barriers.right_empty.index(stage), count=1)
         mbarrier.init(barriers.weights_full.index(stage), count=1)
+        mbarrier.init(barriers.rope_full.index(stage), count=129)
     fence_async_shared()
     rows = Rows(ids, ids_row, width, count, req_of_row, pages, number, splits, (H + TILE_HEADS - 1) // TILE_HEADS)
     heads = Heads(H, q_rope, q_rope_row, q_rope_head, o_desc, sinks, lse, lse_row, lse_head)
