@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from compiled_dsa.custom_ops.kernels.common import LN2, LOG2E
-from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, _barrier
+from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, fetch
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     HALF,
     KEYS,
@@ -27,13 +27,19 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     finite_of,
     lanes_of_tile,
     place_of_tile,
+    slots_of_lanes,
     steps_of,
+    thread_barrier,
     tile_of,
 )
 from compiled_dsa.custom_ops.layout import PAGE
 
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16]))
 _OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16]))
+
+# Steps between the one that is attended and the one whose rows the L2 cache fetches; the producer is one ahead itself.
+_AHEAD = gl.constexpr(2)
+_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 # Triton 3.9 has renamed it.
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -85,7 +91,7 @@ def _exponentiate(scores, maximum, buffers, barriers, unit, SIDE: gl.constexpr):
     shrink = gl.exp2(maximum - finite)
     p = gl.exp2(scores * unit - gl.expand_dims(finite, 1))
     weights = p.to(gl.bfloat16)
-    _barrier()  # no warp still scores this block's rope, whose place the weights take
+    thread_barrier()  # no warp still scores this block's rope, whose place the weights take
     buffers.k_rope.index(SIDE).store(weights)
     buffers.shrink.index(SIDE).store(shrink)
     buffers.maximum.index(SIDE).store(new)
@@ -211,8 +217,21 @@ def _write(acc, total, maximum, heads, rows, tile, buffers, barriers, SIDE: gl.c
 
 
 @gluon.jit
-def consume(heads, rows, ntiles, unit, zero, buffers, barriers, SIDE: gl.constexpr, SIDES: gl.constexpr):
+def _fetch_ahead(pool, rows, offset, slots, step, n, PAGED: gl.constexpr):
+    """Has rows of slots [128] fetched and returns those of the step that comes _AHEAD of ``step``."""
+    fetch(pool, slots)
+    lane = (step + _AHEAD) * (2 * KEYS) + gl.arange(0, 2 * KEYS, layout=_LANES)
+    return slots_of_lanes(rows, offset, lane, n, PAGED)
+
+
+@gluon.jit
+def consume(
+    heads, pool, rows, ntiles, unit, zero, buffers, barriers, PAGED: gl.constexpr, SIDE: gl.constexpr,
+    SIDES: gl.constexpr,
+):  # fmt: skip
     STEP: gl.constexpr = SIDES * KEYS
+    # the left consumer waits longest for the other; the producer has no instructions to spare
+    FETCHES: gl.constexpr = buffers.q_rope is not None and SIDES == 2 and SIDE == 0
     ROW: gl.constexpr = gl.SliceLayout(1, _SCORES)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, _OUT)
     Q_ROPE: gl.constexpr = gl.DotOperandLayout(0, _SCORES, 2)
@@ -220,12 +239,15 @@ def consume(heads, rows, ntiles, unit, zero, buffers, barriers, SIDE: gl.constex
     rope_column = gl.expand_dims(gl.arange(0, ROPE, layout=gl.SliceLayout(0, Q_ROPE)), 0)
     first = gl.program_id(0)
     hop = gl.num_programs(0)
-    n, _offset = lanes_of_tile(rows, first, False, STEP)
+    n, offset = lanes_of_tile(rows, first, PAGED, STEP)
     begin = 0
     parity = 0
     for tile in range(first, ntiles, hop):
         steps = steps_of(n, STEP)
-        n, _offset = lanes_of_tile(rows, gl.minimum(tile + hop, ntiles - 1), False, STEP)
+        if FETCHES:
+            lanes, ids = n, offset
+            far = slots_of_lanes(rows, ids, _AHEAD * STEP + gl.arange(0, STEP, layout=_LANES), lanes, PAGED)
+        n, offset = lanes_of_tile(rows, gl.minimum(tile + hop, ntiles - 1), PAGED, STEP)
         if buffers.q_rope is not None:
             q_rope: gl.constexpr = None
         else:
@@ -241,9 +263,13 @@ def consume(heads, rows, ntiles, unit, zero, buffers, barriers, SIDE: gl.constex
             begin += 1
         else:
             maximum = gl.full([TILE_HEADS], NONE, gl.float32, layout=ROW)
+            if FETCHES:
+                far = _fetch_ahead(pool, rows, ids, far, 1, lanes, PAGED)
             # the first step is peeled: with it in the loop, ptxas puts a wait before every multiplication of the sums
             acc, total, maximum = _step(acc, total, maximum, begin, q_rope, buffers, barriers, unit, zero, SIDE, True)
             for step in range(begin + 1, begin + steps):
+                if FETCHES:
+                    far = _fetch_ahead(pool, rows, ids, far, step - begin + 1, lanes, PAGED)
                 acc, total, maximum = _step(
                     acc, total, maximum, step, q_rope, buffers, barriers, unit, zero, SIDE, False
                 )

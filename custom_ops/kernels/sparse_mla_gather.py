@@ -28,14 +28,14 @@ GATHER_ROWS = gl.constexpr(gl.SliceLayout(1, GATHER))
 
 # Triton 3.9 has renamed them.
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 class Buffers(NamedTuple):
-    """Shared memory, 226 of 227 KiB. The first dim of those of two is the stage: block modulo 2.
+    """Shared memory, 219 of 227 KiB over an fp8 pool. The first dim of those of two is the stage: block modulo 2.
 
-    Queries of rope lie in registers where a pool is bf16. Where it is fp8 the producer needs these, to hold codes: they
-    take the place of a stage of k_rope, whose only other stage is then free as soon as its block is scored.
+    Queries of rope lie in registers where a pool is bf16; where it is fp8 the producer needs these, to hold codes.
     """
 
     q_left: gl.shared_memory_descriptor  # bf16 [1, 1, 64, 256]; holds the output of the left half at the end of a tile
@@ -43,7 +43,7 @@ class Buffers(NamedTuple):
     q_rope: gl.shared_memory_descriptor | None  # bf16 [1, 1, 64, 64]
     k_left: gl.shared_memory_descriptor  # bf16 [2, 64, 256]
     k_right: gl.shared_memory_descriptor
-    k_rope: gl.shared_memory_descriptor  # bf16 [2, 64, 64]; [1, 64, 64] of an fp8 pool
+    k_rope: gl.shared_memory_descriptor  # bf16 [2, 64, 64]; the weights of a block take the place of its scored rope
     bound: gl.shared_memory_descriptor  # fp32 [2, 64]: scores are cut to it, -inf for a lane without token, else inf
     shrink: gl.shared_memory_descriptor  # fp32 [2, 64]: factor of everything summed before the block
     maximum: gl.shared_memory_descriptor  # fp32 [2, 64]: of the scores up to the block, in units of log2
@@ -54,7 +54,7 @@ class Barriers(NamedTuple):
     """``full``: written, may be read; ``empty``: read, may be written. By stage, except those of q and total.
 
     The weights of a stage need no ``empty``: their writer has just scored the stage, which was refilled only after the
-    other consumer had summed the block before, weights included.
+    other consumer had summed the block before, weights included. Rope needs none: it follows both halves.
     """
 
     q_full: gl.shared_memory_descriptor
@@ -116,18 +116,21 @@ def steps_of(n, STEP: gl.constexpr):
 
 
 @gluon.jit
-def slots_of_block(rows, offset, block, n, PAGED: gl.constexpr, LAYOUT: gl.constexpr):
-    """int32 [64] slots of a block of lanes, -1 for those past ``n`` and for ids outside the pool."""
-    lane = gl.arange(0, KEYS, layout=LAYOUT)
-    start = block * KEYS
+def slots_of_lanes(rows, offset, lane, n, PAGED: gl.constexpr):
+    """int32 slots of lanes of a tile, -1 for those past ``n`` and for ids outside the pool."""
     if PAGED:
-        page = gl.load(rows.ids + offset + block, mask=start < n, other=-1)
-        slot = page * KEYS + lane
-        inside = (page >= 0) & (page < rows.pages) & (start + lane < n)
+        page = gl.load(rows.ids + offset + lane // KEYS, mask=lane < n, other=-1)
+        slot = page * KEYS + lane % KEYS
+        inside = (page >= 0) & (page < rows.pages)
     else:
-        slot = gl.load(rows.ids + offset + (start + lane), mask=start + lane < n, other=-1)
+        slot = gl.load(rows.ids + offset + lane, mask=lane < n, other=-1)
         inside = (slot >= 0) & ((slot >> 6) < rows.pages)
     return gl.where(inside, slot, -1)
+
+
+@gluon.jit
+def slots_of_block(rows, offset, block, n, PAGED: gl.constexpr, LAYOUT: gl.constexpr):
+    return slots_of_lanes(rows, offset, block * KEYS + gl.arange(0, KEYS, layout=LAYOUT), n, PAGED)
 
 
 @gluon.jit

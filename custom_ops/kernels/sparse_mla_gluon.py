@@ -127,8 +127,8 @@ def _attend(
         unit *= LIFT
         gl.warp_specialize(
             [
-                (consume, (heads, rows, ntiles, unit, zero, buffers, barriers, 0, SIDES)),
-                (consume, (heads, rows, ntiles, unit, zero, buffers, barriers, 1, SIDES)),
+                (consume, (heads, pool, rows, ntiles, unit, zero, buffers, barriers, PAGED, 0, SIDES)),
+                (consume, (heads, pool, rows, ntiles, unit, zero, buffers, barriers, PAGED, 1, SIDES)),
                 (
                     produce_dequantised,
                     (q_desc, heads, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 0, 2),
@@ -140,8 +140,8 @@ def _attend(
     else:
         gl.warp_specialize(
             [
-                (consume, (heads, rows, ntiles, unit, zero, buffers, barriers, 0, SIDES)),
-                (consume, (heads, rows, ntiles, unit, zero, buffers, barriers, 1, SIDES)),
+                (consume, (heads, pool, rows, ntiles, unit, zero, buffers, barriers, PAGED, 0, SIDES)),
+                (consume, (heads, pool, rows, ntiles, unit, zero, buffers, barriers, PAGED, 1, SIDES)),
                 (produce, (q_desc, pool, rows, ntiles, buffers, barriers, PAGED, SIDES)),
             ],
             [4, 4],
