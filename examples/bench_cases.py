@@ -117,10 +117,11 @@ def cases() -> Iterator[Case]:
     for make in (bench_rows.store_latents, bench_rows.store_index_keys, bench_rows.store_tokens):
         for rows in (1, 16, 128, 4096):
             yield Case(make.__name__, {"rows": rows}, make, rows == 16)
-    for make in (bench_rows.encode_queries, bench_rows.unabsorb):
+    for make, most in ((bench_rows.encode_queries, 4096), (bench_rows.unabsorb, 128)):
         for model in MODELS:
-            for rows in (1, 16, 128):
-                yield Case(make.__name__, {"model": model, "rows": rows}, make, rows == 16)
+            for rows in (1, 16, 128, 4096):
+                if rows <= most:
+                    yield Case(make.__name__, {"model": model, "rows": rows}, make, rows == 16)
     for model in MODELS:
         for rows in (1, 16):
             yield Case("select_and_absorb", {"model": model, "rows": rows}, bench_rows.select_and_absorb, rows == 1)

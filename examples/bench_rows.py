@@ -10,14 +10,16 @@ from collections.abc import Callable
 import bench_cases as cases
 import torch
 from bench_cases import PAGE, D, L, R, Work, bf16
+from peer_composition import Pointwise
 from torch import Tensor
 
+from compiled_dsa.benchmark.cases import layer_config
 from compiled_dsa.cli.overview import sample_arguments
 from compiled_dsa.custom_ops import OPS
 from compiled_dsa.custom_ops.layout import FP8
 from compiled_dsa.testing import random_index_pool
 
-Q = 1536
+Q, HI = 1536, 64
 TOKENS = 1 << 18  # of a pool
 
 
@@ -27,7 +29,7 @@ def slots(rows: int) -> Tensor:
 
 def angles(rows: int) -> tuple[Tensor, Tensor]:
     angle = torch.randn(rows, R // 2, device=cases.DEVICE)
-    return angle.cos(), angle.sin()
+    return angle.cos().bfloat16(), angle.sin().bfloat16()
 
 
 def work(op: str, providers: list[str], moved: float, make: Callable[[], tuple], flop: float = 0.0) -> Work:
@@ -36,6 +38,14 @@ def work(op: str, providers: list[str], moved: float, make: Callable[[], tuple],
     library = ["reference"] if OPS[op].library else []
     runs, not_run = cases.by_provider(op, inputs, [*(providers or OPS[op].providers), *library])
     return Work(runs, inputs, moved, (flop, 0.0), not_run=not_run)
+
+
+def beside_inductor(made: Work, part: str, arguments: Callable[[tuple], tuple]) -> Work:
+    """Beside Inductor's fusion: a part of peer_composition.py at the sizes of DeepSeek-V3.2, with these arguments."""
+    if cases.DEVICE == "cuda":
+        fused = getattr(Pointwise(layer_config("deepseek_v32")), part)
+        made.runs["inductor"] = lambda args: fused(*arguments(args))
+    return made
 
 
 def store_latents(providers: list[str], rows: int) -> Work:
@@ -51,16 +61,22 @@ def store_index_keys(providers: list[str], rows: int) -> Work:
 
 
 def store_tokens(providers: list[str], rows: int) -> Work:
-    """q_a, kv and k are columns of one product, as where projections are packed."""
+    """q_a, kv and k are columns of one product, as where projections are packed; head weights are its last."""
     pools = cases.latent_pool("fp8", TOKENS), random_index_pool(TOKENS // PAGE, D, FP8, cases.DEVICE)
     norms, eps = (bf16(Q), bf16(L), bf16(D), bf16(D)), (1e-6, 1e-6)
     moved = rows * (cases.row_bytes("fp8") + D + 4 + 2 * (2 * Q + L + R + D) + 4 * R + 8)
 
     def make() -> tuple:
-        products = bf16(rows, Q + L + R + D).split([Q, L + R, D], dim=1)
+        products = bf16(rows, Q + L + R + D + HI).split([Q, L + R, D, HI], dim=1)[:3]
         return *pools, bf16(rows, Q), *products, *norms, *angles(rows), slots(rows), *eps, True, False, False
 
-    return work("store_tokens", providers, moved, make)
+    rows_of, bytes_of = pools[0].view(-1, pools[0].shape[2]), pools[1].view(-1)
+    norms_of = (*norms[:2], *(norm.float() for norm in norms[2:]))
+
+    def arguments(args: tuple) -> tuple:
+        return args[3]._base, norms_of, *args[10:13], rows_of, bytes_of
+
+    return beside_inductor(work("store_tokens", providers, moved, make), "after_first", arguments)
 
 
 def encode_queries(providers: list[str], model: str, rows: int) -> Work:
@@ -74,7 +90,10 @@ def encode_queries(providers: list[str], model: str, rows: int) -> Work:
         outs = bf16(rows, H, R), torch.empty(rows, HI, D, dtype=FP8, device=cases.DEVICE), bf16(rows, HI).float()
         return *outs, rope, index, bf16(rows, HI).float(), *angles(rows), 1.0, True, False, False
 
-    return work("encode_queries", providers, moved, make)
+    made = work("encode_queries", providers, moved, make)
+    if model != "deepseek_v32":
+        return made
+    return beside_inductor(made, "after_second", lambda args: (args[3]._base, *args[5:8], args[0]))
 
 
 def unabsorb(providers: list[str], model: str, rows: int) -> Work:

@@ -175,33 +175,15 @@ def quantized(x: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
-class Composition:
-    """The layer. Weights are packed once.
+class Pointwise:
+    """What lies between the products of a layer with ``config``; ``compiled``: by Inductor, else as it is."""
 
-    Args:
-        config: sizes, as ``DSAConfig`` names them.
-        weights: bf16, by transformers' names.
-        libraries: what is called between the products.
-        compiled: compile the pointwise parts; else they run as they are.
-    """
-
-    def __init__(self, config: Any, weights: Mapping[str, Tensor], libraries: Libraries, compiled: bool = True):
-        c = self.c = config
-        w = {name.removesuffix(".weight"): tensor for name, tensor in weights.items()}
-        self.libraries = libraries
-        first = ("q_a_proj", "kv_a_proj_with_mqa", "indexer.wk", "indexer.weights_proj")
-        self.first_weight = torch.cat([w[name] for name in first])
-        self.second_weight = torch.cat([w["q_b_proj"], w["indexer.wq_b"]])
-        kv_b = w["kv_b_proj"].view(c.num_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
-        self.up_keys = kv_b[:, : c.qk_nope_head_dim]  # [H, N, L]
-        self.up_values = kv_b[:, c.qk_nope_head_dim :].transpose(1, 2)  # [H, L, V]
-        self.out_weight = w["o_proj"]
-        key_norm = w["indexer.k_norm"].float(), weights["indexer.k_norm.bias"].float()
-        self.norms = (w["q_a_layernorm"], w["kv_a_layernorm"], *key_norm)
+    def __init__(self, config: Any, compiled: bool = True):
+        self.c = config
         compile_part = torch.compile(fullgraph=True) if compiled else lambda function: function
-        self._first = compile_part(self._after_first)
-        self._second = compile_part(self._after_second)
-        self._gather = compile_part(self._gathered)
+        self.after_first = compile_part(self._after_first)
+        self.after_second = compile_part(self._after_second)
+        self.gathered = compile_part(self._gathered)
 
     def _after_first(self, a, norms, cos, sin, slots, latent_rows, key_bytes) -> tuple[Tensor, Tensor]:
         """Norms, the keys' ropes, and the stores into both caches: (q_lora [T, q_lora_rank], head weights [T, HI])."""
@@ -247,6 +229,32 @@ class Composition:
         latents = torch.cat([groups.flatten(-2).to(rope.dtype), rope[slots]], dim=-1)
         return latents, key_codes[page, offset], key_scales[page, offset]
 
+
+class Composition:
+    """The layer. Weights are packed once.
+
+    Args:
+        config: sizes, as ``DSAConfig`` names them.
+        weights: bf16, by transformers' names.
+        libraries: what is called between the products.
+        compiled: as of ``Pointwise``.
+    """
+
+    def __init__(self, config: Any, weights: Mapping[str, Tensor], libraries: Libraries, compiled: bool = True):
+        c = self.c = config
+        w = {name.removesuffix(".weight"): tensor for name, tensor in weights.items()}
+        self.libraries = libraries
+        first = ("q_a_proj", "kv_a_proj_with_mqa", "indexer.wk", "indexer.weights_proj")
+        self.first_weight = torch.cat([w[name] for name in first])
+        self.second_weight = torch.cat([w["q_b_proj"], w["indexer.wq_b"]])
+        kv_b = w["kv_b_proj"].view(c.num_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
+        self.up_keys = kv_b[:, : c.qk_nope_head_dim]  # [H, N, L]
+        self.up_values = kv_b[:, c.qk_nope_head_dim :].transpose(1, 2)  # [H, L, V]
+        self.out_weight = w["o_proj"]
+        key_norm = w["indexer.k_norm"].float(), weights["indexer.k_norm.bias"].float()
+        self.norms = (w["q_a_layernorm"], w["kv_a_layernorm"], *key_norm)
+        self.parts = Pointwise(config, compiled)
+
     # ---- the layer ---------------------------------------------------------------------------------------------------
 
     def _queries(self, x, cos, sin, slots, latents, keys) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,12 +262,12 @@ class Composition:
         c = self.c
         T, H, N, L = x.shape[0], c.num_heads, c.qk_nope_head_dim, c.kv_lora_rank
         a = linear(x, self.first_weight)
-        q_lora, head_weights = self._first(
+        q_lora, head_weights = self.parts.after_first(
             a, self.norms, cos, sin, slots, latents.view(-1, latents.shape[2]), keys.view(-1)
         )
         b = linear(q_lora, self.second_weight)
         joined = x.new_empty(T, H, L + c.qk_rope_head_dim)
-        index_q, head_weights = self._second(b, head_weights, cos, sin, joined[..., L:])
+        index_q, head_weights = self.parts.after_second(b, head_weights, cos, sin, joined[..., L:])
         q = b[:, : H * c.qk_head_dim].view(T, H, c.qk_head_dim)[..., :N]
         torch.bmm(q.transpose(0, 1), self.up_keys, out=joined[..., :L].transpose(0, 1))
         return joined, index_q, head_weights
@@ -304,7 +312,7 @@ class Composition:
             keys[:, : PAGE * D].unflatten(1, (PAGE, D)),
             keys.view(torch.float32)[:, PAGE * D // 4 :],
         )
-        gathered, codes, scales = self._gather(*views, context_slots)
+        gathered, codes, scales = self.parts.gathered(*views, context_slots)
         scores = self.libraries.prefill_scores(index_q, weights, codes.view(FP8), scales, visible)
         chosen = self.libraries.select(scores, visible, c.index_topk, None)
         count = visible.clamp(max=c.index_topk)
