@@ -1,8 +1,9 @@
 """What bench_ops.py measures: ops at the attention sizes of DeepSeek-V3.2 and GLM-5, and who else computes the same.
 
 ``triton`` is ours. Other providers of an op keep its whole contract; names with ``alone`` are a library as its users
-call it, on inputs in the form that it wants and, as there, with schedules made once a step and not once a layer. Beside
-deterministic cases, ``triton by default`` is ours without that promise.
+call it, on inputs in the form that it wants and, as there, with schedules made once a step and not once a layer;
+``inductor alone`` is what torch.compile makes of the same part of peer_composition.py. Beside deterministic cases,
+``triton by default`` is ours without that promise.
 
 Legend: T rows, B requests, HI index heads, D index head dim, H heads, L + R latent and rope dims, K top-k.
 """
@@ -117,11 +118,10 @@ def cases() -> Iterator[Case]:
     for make in (bench_rows.store_latents, bench_rows.store_index_keys, bench_rows.store_tokens):
         for rows in (1, 16, 128, 4096):
             yield Case(make.__name__, {"rows": rows}, make, rows == 16)
-    for make, most in ((bench_rows.encode_queries, 4096), (bench_rows.unabsorb, 128)):
+    for make, counts in ((bench_rows.encode_queries, (1, 16, 128, 4096)), (bench_rows.unabsorb, (1, 16, 128))):
         for model in MODELS:
-            for rows in (1, 16, 128, 4096):
-                if rows <= most:
-                    yield Case(make.__name__, {"model": model, "rows": rows}, make, rows == 16)
+            for rows in counts:
+                yield Case(make.__name__, {"model": model, "rows": rows}, make, rows == 16)
     for model in MODELS:
         for rows in (1, 16):
             yield Case("select_and_absorb", {"model": model, "rows": rows}, bench_rows.select_and_absorb, rows == 1)

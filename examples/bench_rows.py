@@ -19,7 +19,7 @@ from compiled_dsa.custom_ops import OPS
 from compiled_dsa.custom_ops.layout import FP8
 from compiled_dsa.testing import random_index_pool
 
-Q, HI = 1536, 64
+Q = 1536
 TOKENS = 1 << 18  # of a pool
 
 
@@ -28,6 +28,7 @@ def slots(rows: int) -> Tensor:
 
 
 def angles(rows: int) -> tuple[Tensor, Tensor]:
+    """cos and sin in the dtype of hidden states, as transformers has them."""
     angle = torch.randn(rows, R // 2, device=cases.DEVICE)
     return angle.cos().bfloat16(), angle.sin().bfloat16()
 
@@ -40,11 +41,19 @@ def work(op: str, providers: list[str], moved: float, make: Callable[[], tuple],
     return Work(runs, inputs, moved, (flop, 0.0), not_run=not_run)
 
 
-def beside_inductor(made: Work, part: str, arguments: Callable[[tuple], tuple]) -> Work:
-    """Beside Inductor's fusion: a part of peer_composition.py at the sizes of DeepSeek-V3.2, with these arguments."""
-    if cases.DEVICE == "cuda":
-        fused = getattr(Pointwise(layer_config("deepseek_v32")), part)
-        made.runs["inductor"] = lambda args: fused(*arguments(args))
+def whole(columns: Tensor) -> Tensor:
+    """The product that these are columns of."""
+    width = columns.stride(0)
+    return columns.as_strided((len(columns), width), (width, 1), 0)
+
+
+def beside_inductor(made: Work, part: str, arguments: Callable[[tuple], tuple], compiled: bool = True) -> Work:
+    """Beside Inductor's fusion: a part of peer_composition.py at the sizes of DeepSeek-V3.2, with these arguments.
+
+    ``compiled``: False runs the part as it is.
+    """
+    fused = getattr(Pointwise(layer_config("deepseek_v32"), compiled, dynamic=False), part)
+    made.runs["inductor alone"] = lambda args: fused(*arguments(args))
     return made
 
 
@@ -60,11 +69,13 @@ def store_index_keys(providers: list[str], rows: int) -> Work:
     return work("store_index_keys", providers, moved, lambda: (pool, keys, slots(rows), False))
 
 
-def store_tokens(providers: list[str], rows: int) -> Work:
-    """q_a, kv and k are columns of one product, as where projections are packed; head weights are its last."""
+def store_tokens(providers: list[str], rows: int, compiled: bool = True) -> Work:
+    """q_a, kv and k are columns of one product, as where projections are packed; head weights, which the composition
+    reads in the same part, are its last."""
+    HI = cases.MODELS["deepseek_v32"][1]
     pools = cases.latent_pool("fp8", TOKENS), random_index_pool(TOKENS // PAGE, D, FP8, cases.DEVICE)
     norms, eps = (bf16(Q), bf16(L), bf16(D), bf16(D)), (1e-6, 1e-6)
-    moved = rows * (cases.row_bytes("fp8") + D + 4 + 2 * (2 * Q + L + R + D) + 4 * R + 8)
+    moved = rows * (cases.row_bytes("fp8") + D + 4 + 2 * (2 * Q + L + R + D) + 2 * R + 8)
 
     def make() -> tuple:
         products = bf16(rows, Q + L + R + D + HI).split([Q, L + R, D, HI], dim=1)[:3]
@@ -74,15 +85,15 @@ def store_tokens(providers: list[str], rows: int) -> Work:
     norms_of = (*norms[:2], *(norm.float() for norm in norms[2:]))
 
     def arguments(args: tuple) -> tuple:
-        return args[3]._base, norms_of, *args[10:13], rows_of, bytes_of
+        return whole(args[3]), norms_of, *args[10:13], rows_of, bytes_of
 
-    return beside_inductor(work("store_tokens", providers, moved, make), "after_first", arguments)
+    return beside_inductor(work("store_tokens", providers, moved, make), "after_first", arguments, compiled)
 
 
-def encode_queries(providers: list[str], model: str, rows: int) -> Work:
+def encode_queries(providers: list[str], model: str, rows: int, compiled: bool = True) -> Work:
     """Rope and index queries are columns of one product, as where projections are packed."""
     H, HI, N, _ = cases.MODELS[model]
-    moved = rows * (2 * H * 2 * R + HI * (2 * D + D + 2 * 4) + 4 * R)
+    moved = rows * (2 * H * 2 * R + HI * (2 * D + D + 2 * 4) + 2 * R)
 
     def make() -> tuple:
         q, index = bf16(rows, H * (N + R) + HI * D).split([H * (N + R), HI * D], dim=1)
@@ -93,7 +104,7 @@ def encode_queries(providers: list[str], model: str, rows: int) -> Work:
     made = work("encode_queries", providers, moved, make)
     if model != "deepseek_v32":
         return made
-    return beside_inductor(made, "after_second", lambda args: (args[3]._base, *args[5:8], args[0]))
+    return beside_inductor(made, "after_second", lambda args: (whole(args[3]), *args[5:8], args[0]), compiled)
 
 
 def unabsorb(providers: list[str], model: str, rows: int) -> Work:

@@ -176,11 +176,14 @@ def quantized(x: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
 
 
 class Pointwise:
-    """What lies between the products of a layer with ``config``; ``compiled``: by Inductor, else as it is."""
+    """What lies between the products of a layer with ``config``; ``compiled``: by Inductor, else as it is.
 
-    def __init__(self, config: Any, compiled: bool = True):
+    ``dynamic``: as of torch.compile.
+    """
+
+    def __init__(self, config: Any, compiled: bool = True, dynamic: bool | None = None):
         self.c = config
-        compile_part = torch.compile(fullgraph=True) if compiled else lambda function: function
+        compile_part = torch.compile(fullgraph=True, dynamic=dynamic) if compiled else lambda function: function
         self.after_first = compile_part(self._after_first)
         self.after_second = compile_part(self._after_second)
         self.gathered = compile_part(self._gathered)

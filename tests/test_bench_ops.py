@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compiled_dsa.custom_ops import OPS
+from compiled_dsa.custom_ops.layout import PAGE, split_index_pool
 
 ORIGIN = {"versions": {"torch": "2.11.0"}, "commit": "abc", "date": "2026-11-30"}
 V32 = {"model": "deepseek_v32"}
@@ -38,6 +39,32 @@ def test_cases_cover_every_op_and_can_be_selected(bench):
     some = bench.selected("store_latents,heads=16", quick=False)
     assert {case.op for case in some} == {"store_latents", "sparse_mla_decode"} and len(some) == 7
     assert bench.selected("nothing", quick=False) == []
+
+
+@torch.inference_mode()
+def test_what_inductor_fuses_is_the_same_work(bench, monkeypatch):
+    """But for ropes, which it rounds once instead of three times."""
+    cases, rows = importlib.import_module("bench_cases"), importlib.import_module("bench_rows")
+    for module, name, value in ((cases, "DEVICE", "cpu"), (cases, "rotations", lambda moved: 1), (rows, "TOKENS", 512)):
+        monkeypatch.setattr(module, name, value)
+    work = rows.store_tokens(["reference"], rows=4, compiled=False)
+    args, runs = work.inputs[0], work.runs
+    runs["reference"](args)
+    (latents, keys, q_lora), slots = (args[i].clone() for i in range(3)), args[12]
+    for pool in args[:2]:
+        pool.zero_()
+    assert torch.equal(runs["inductor alone"](args)[0], q_lora)
+    without_rope = cases.L + 4 * (cases.L // 128)
+    assert torch.equal(*(pool.flatten(0, 1)[slots, :without_rope] for pool in (latents, args[0])))
+    for kept, written in zip(split_index_pool(keys), split_index_pool(args[1]), strict=True):  # codes, scales
+        where = slots // PAGE, slots % PAGE
+        assert torch.equal(kept[where].view(torch.uint8), written[where].view(torch.uint8))
+    work = rows.encode_queries(["reference"], "deepseek_v32", rows=4, compiled=False)
+    args, runs = work.inputs[0], work.runs
+    runs["reference"](args)
+    codes, weights = runs["inductor alone"](args)
+    assert torch.equal(codes.view(torch.uint8), args[1].view(torch.uint8))
+    assert torch.allclose(weights, args[2] * (64 * 128) ** -0.5)
 
 
 @pytest.mark.parametrize(

@@ -217,11 +217,8 @@ def _write(acc, total, maximum, heads, rows, tile, buffers, barriers, SIDE: gl.c
 
 
 @gluon.jit
-def _fetch_ahead(pool, rows, offset, slots, step, n, PAGED: gl.constexpr):
-    """Has rows of slots [128] fetched and returns those of the step that comes _AHEAD of ``step``."""
-    fetch(pool, slots)
-    lane = (step + _AHEAD) * (2 * KEYS) + gl.arange(0, 2 * KEYS, layout=_LANES)
-    return slots_of_lanes(rows, offset, lane, n, PAGED)
+def _slots_of_step(rows, offset, step, n, PAGED: gl.constexpr):
+    return slots_of_lanes(rows, offset, step * (2 * KEYS) + gl.arange(0, 2 * KEYS, layout=_LANES), n, PAGED)
 
 
 @gluon.jit
@@ -246,7 +243,7 @@ def consume(
         steps = steps_of(n, STEP)
         if FETCHES:
             lanes, ids = n, offset
-            far = slots_of_lanes(rows, ids, _AHEAD * STEP + gl.arange(0, STEP, layout=_LANES), lanes, PAGED)
+            far = _slots_of_step(rows, ids, _AHEAD, lanes, PAGED)
         n, offset = lanes_of_tile(rows, gl.minimum(tile + hop, ntiles - 1), PAGED, STEP)
         if buffers.q_rope is not None:
             q_rope: gl.constexpr = None
@@ -264,12 +261,14 @@ def consume(
         else:
             maximum = gl.full([TILE_HEADS], NONE, gl.float32, layout=ROW)
             if FETCHES:
-                far = _fetch_ahead(pool, rows, ids, far, 1, lanes, PAGED)
+                fetch(pool, far)
+                far = _slots_of_step(rows, ids, _AHEAD + 1, lanes, PAGED)  # read a step before they are needed
             # the first step is peeled: with it in the loop, ptxas puts a wait before every multiplication of the sums
             acc, total, maximum = _step(acc, total, maximum, begin, q_rope, buffers, barriers, unit, zero, SIDE, True)
             for step in range(begin + 1, begin + steps):
                 if FETCHES:
-                    far = _fetch_ahead(pool, rows, ids, far, step - begin + 1, lanes, PAGED)
+                    fetch(pool, far)
+                    far = _slots_of_step(rows, ids, step - begin + _AHEAD + 1, lanes, PAGED)
                 acc, total, maximum = _step(
                     acc, total, maximum, step, q_rope, buffers, barriers, unit, zero, SIDE, False
                 )

@@ -170,7 +170,7 @@ def _load(address, there, RIGHT: gl.constexpr):
 
 @gluon.jit
 def _copy_rope(address, there, buffers, barriers, SIDE: gl.constexpr):
-    """Rope of a block into its stage, when that is free, and which of its lanes count."""
+    """Rope of a block into its stage, of which both halves are free, and which of its lanes count."""
     column = gl.expand_dims(gl.arange(0, _GROUP, layout=gl.SliceLayout(0, _CODES)), 0)
     begin = gl.expand_dims(address, 1) + (_GROUPS * _GROUP + _GROUPS + column)
     copy(as_words(buffers.k_rope.index(SIDE)), begin, mask=gl.expand_dims(there, 1))
@@ -262,13 +262,13 @@ def produce_dequantised(
                 rope, holds = address, there
                 address, there = _addresses(pool, slots)
                 factors = _factors(half, phase, barriers, side, LAST)
-                if LAST == 1:
+                if LAST == 1:  # after the waits for both halves, since the weights in rope's place have been read then
                     _copy_rope(rope, holds, buffers, barriers, side)
                 following = _load(address, there, FIRST)
                 slots = slots_of_block(rows, offset, SIDES * step + side + 2, n, PAGED, ROWS)
                 _store(half, factors, buffers, barriers, side, LAST)
                 half = following
-                # until the last tile is written, the queries' place holds its output; the second rope needs them
+                # until the last tile is written, the queries' place holds its output
                 if side == 0 and q_desc is not None:  # noqa: SIM102 (decided when compiled)
                     if (step == 0) & (tile != first):
                         _fetch_queries(q_desc, heads, rows, tile, parity, buffers, barriers)

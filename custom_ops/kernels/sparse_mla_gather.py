@@ -53,8 +53,9 @@ class Buffers(NamedTuple):
 class Barriers(NamedTuple):
     """``full``: written, may be read; ``empty``: read, may be written. By stage, except those of q and total.
 
-    The weights of a stage need no ``empty``: their writer has just scored the stage, which was refilled only after the
-    other consumer had summed the block before, weights included. Rope needs none: it follows both halves.
+    What a block's writer publishes, weights included, needs no ``empty``: it has just scored the stage, which was
+    refilled only after the other consumer had summed the block before. Rope and the weights in its place need none
+    either: a producer writes rope once both halves are free, and a consumer frees a half once it has read the weights.
     """
 
     q_full: gl.shared_memory_descriptor
@@ -119,8 +120,8 @@ def steps_of(n, STEP: gl.constexpr):
 def slots_of_lanes(rows, offset, lane, n, PAGED: gl.constexpr):
     """int32 slots of lanes of a tile, -1 for those past ``n`` and for ids outside the pool."""
     if PAGED:
-        page = gl.load(rows.ids + offset + lane // KEYS, mask=lane < n, other=-1)
-        slot = page * KEYS + lane % KEYS
+        page = gl.load(rows.ids + offset + (lane >> 6), mask=lane < n, other=-1)
+        slot = (page << 6) + (lane & 63)
         inside = (page >= 0) & (page < rows.pages)
     else:
         slot = gl.load(rows.ids + offset + lane, mask=lane < n, other=-1)
