@@ -41,9 +41,8 @@ def work(op: str, providers: list[str], moved: float, make: Callable[[], tuple],
     return Work(runs, inputs, moved, (flop, 0.0), not_run=not_run)
 
 
-def whole(columns: Tensor) -> Tensor:
-    """The product that these are columns of."""
-    width = columns.stride(0)
+def whole(columns: Tensor, width: int) -> Tensor:
+    """The product [T, width] that these are columns of."""
     return columns.as_strided((len(columns), width), (width, 1), 0)
 
 
@@ -85,7 +84,7 @@ def store_tokens(providers: list[str], rows: int, compiled: bool = True) -> Work
     norms_of = (*norms[:2], *(norm.float() for norm in norms[2:]))
 
     def arguments(args: tuple) -> tuple:
-        return whole(args[3]), norms_of, *args[10:13], rows_of, bytes_of
+        return whole(args[3], Q + L + R + D + HI), norms_of, *args[10:13], rows_of, bytes_of
 
     return beside_inductor(work("store_tokens", providers, moved, make), "after_first", arguments, compiled)
 
@@ -94,9 +93,10 @@ def encode_queries(providers: list[str], model: str, rows: int, compiled: bool =
     """Rope and index queries are columns of one product, as where projections are packed."""
     H, HI, N, _ = cases.MODELS[model]
     moved = rows * (2 * H * 2 * R + HI * (2 * D + D + 2 * 4) + 2 * R)
+    width = H * (N + R) + HI * D
 
     def make() -> tuple:
-        q, index = bf16(rows, H * (N + R) + HI * D).split([H * (N + R), HI * D], dim=1)
+        q, index = bf16(rows, width).split([H * (N + R), HI * D], dim=1)
         rope, index = q.unflatten(1, (H, N + R))[..., N:], index.unflatten(1, (HI, D))
         outs = bf16(rows, H, R), torch.empty(rows, HI, D, dtype=FP8, device=cases.DEVICE), bf16(rows, HI).float()
         return *outs, rope, index, bf16(rows, HI).float(), *angles(rows), 1.0, True, False, False
@@ -104,7 +104,7 @@ def encode_queries(providers: list[str], model: str, rows: int, compiled: bool =
     made = work("encode_queries", providers, moved, make)
     if model != "deepseek_v32":
         return made
-    return beside_inductor(made, "after_second", lambda args: (whole(args[3]), *args[5:8], args[0]), compiled)
+    return beside_inductor(made, "after_second", lambda args: (whole(args[3], width), *args[5:8], args[0]), compiled)
 
 
 def unabsorb(providers: list[str], model: str, rows: int) -> Work:

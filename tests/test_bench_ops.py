@@ -41,13 +41,14 @@ def test_cases_cover_every_op_and_can_be_selected(bench):
     assert bench.selected("nothing", quick=False) == []
 
 
+@pytest.mark.parametrize("number", [1, 4])
 @torch.inference_mode()
-def test_what_inductor_fuses_is_the_same_work(bench, monkeypatch):
+def test_what_inductor_fuses_is_the_same_work(bench, monkeypatch, number):
     """But for ropes, which it rounds once instead of three times."""
     cases, rows = importlib.import_module("bench_cases"), importlib.import_module("bench_rows")
     for module, name, value in ((cases, "DEVICE", "cpu"), (cases, "rotations", lambda moved: 1), (rows, "TOKENS", 512)):
         monkeypatch.setattr(module, name, value)
-    work = rows.store_tokens(["reference"], rows=4, compiled=False)
+    work = rows.store_tokens(["reference"], rows=number, compiled=False)
     args, runs = work.inputs[0], work.runs
     runs["reference"](args)
     (latents, keys, q_lora), slots = (args[i].clone() for i in range(3)), args[12]
@@ -59,7 +60,7 @@ def test_what_inductor_fuses_is_the_same_work(bench, monkeypatch):
     for kept, written in zip(split_index_pool(keys), split_index_pool(args[1]), strict=True):  # codes, scales
         where = slots // PAGE, slots % PAGE
         assert torch.equal(kept[where].view(torch.uint8), written[where].view(torch.uint8))
-    work = rows.encode_queries(["reference"], "deepseek_v32", rows=4, compiled=False)
+    work = rows.encode_queries(["reference"], "deepseek_v32", rows=number, compiled=False)
     args, runs = work.inputs[0], work.runs
     runs["reference"](args)
     codes, weights = runs["inductor alone"](args)
