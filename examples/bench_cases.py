@@ -2,7 +2,7 @@
 
 ``triton`` is ours. Other providers of an op keep its whole contract; names with ``alone`` are a library as its users
 call it, on inputs in the form that it wants and, as there, with schedules made once a step and not once a layer;
-``inductor alone`` is what torch.compile makes of the same part of peer_composition.py. Beside deterministic cases,
+``inductor alone`` is what torch.compile makes of the same part of peer_pointwise.py. Beside deterministic cases,
 ``triton by default`` is ours without that promise.
 
 Legend: T rows, B requests, HI index heads, D index head dim, H heads, L + R latent and rope dims, K top-k.

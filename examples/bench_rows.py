@@ -10,7 +10,7 @@ from collections.abc import Callable
 import bench_cases as cases
 import torch
 from bench_cases import PAGE, D, L, R, Work, bf16
-from peer_composition import Pointwise
+from peer_pointwise import Pointwise
 from torch import Tensor
 
 from compiled_dsa.benchmark.cases import layer_config
@@ -47,7 +47,7 @@ def whole(columns: Tensor, width: int) -> Tensor:
 
 
 def beside_inductor(made: Work, part: str, arguments: Callable[[tuple], tuple], compiled: bool = True) -> Work:
-    """Beside Inductor's fusion: a part of peer_composition.py at the sizes of DeepSeek-V3.2, with these arguments.
+    """Beside Inductor's fusion: a part of peer_pointwise.py at the sizes of DeepSeek-V3.2, with these arguments.
 
     ``compiled``: False runs the part as it is.
     """

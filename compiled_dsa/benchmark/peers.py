@@ -21,7 +21,7 @@ class NotRun(Exception):
 
 
 def load_composition(path: Path = COMPOSITION_FILE) -> ModuleType:
-    """The composition's program as a module; it is no part of the installed package.
+    """The composition's program as a module, which finds the files beside it; it is no part of the installed package.
 
     Raises:
         NotRun: there is no such file.
@@ -31,7 +31,11 @@ def load_composition(path: Path = COMPOSITION_FILE) -> ModuleType:
     name = "compiled_dsa_peer_composition"
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
 
 
