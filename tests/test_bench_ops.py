@@ -12,6 +12,7 @@ from compiled_dsa.custom_ops.layout import PAGE, split_index_pool
 
 ORIGIN = {"versions": {"torch": "2.11.0"}, "commit": "abc", "date": "2026-11-30"}
 V32 = {"model": "deepseek_v32"}
+BF16 = {"atol": 0.04, "rtol": 0.02}  # a sum of two products, of values up to about 4, each rounded
 
 
 @pytest.fixture
@@ -44,7 +45,8 @@ def test_cases_cover_every_op_and_can_be_selected(bench):
 @pytest.mark.parametrize("number", [1, 4])
 @torch.inference_mode()
 def test_what_inductor_fuses_is_the_same_work(bench, monkeypatch, number):
-    """But for ropes, which it rounds once instead of three times."""
+    """But for ropes in bf16, which the composition rounds three times and our reference once."""
+    torch.manual_seed(0)  # slots that differ
     cases, rows = importlib.import_module("bench_cases"), importlib.import_module("bench_rows")
     for module, name, value in ((cases, "DEVICE", "cpu"), (cases, "rotations", lambda moved: 1), (rows, "TOKENS", 512)):
         monkeypatch.setattr(module, name, value)
@@ -55,15 +57,19 @@ def test_what_inductor_fuses_is_the_same_work(bench, monkeypatch, number):
     for pool in args[:2]:
         pool.zero_()
     assert torch.equal(runs["inductor alone"](args)[0], q_lora)
-    without_rope = cases.L + 4 * (cases.L // 128)
-    assert torch.equal(*(pool.flatten(0, 1)[slots, :without_rope] for pool in (latents, args[0])))
+    before_rope = cases.L + 4 * (cases.L // 128)
+    ours, theirs = (pool.flatten(0, 1)[slots] for pool in (latents, args[0]))
+    assert torch.equal(ours[:, :before_rope], theirs[:, :before_rope])
+    torch.testing.assert_close(*(row[:, before_rope:].view(torch.bfloat16) for row in (ours, theirs)), **BF16)
     for kept, written in zip(split_index_pool(keys), split_index_pool(args[1]), strict=True):  # codes, scales
         where = slots // PAGE, slots % PAGE
         assert torch.equal(kept[where].view(torch.uint8), written[where].view(torch.uint8))
     work = rows.encode_queries(["reference"], "deepseek_v32", rows=number, compiled=False)
     args, runs = work.inputs[0], work.runs
     runs["reference"](args)
+    q_rope = args[0].clone()
     codes, weights = runs["inductor alone"](args)
+    torch.testing.assert_close(args[0], q_rope, **BF16)
     assert torch.equal(codes.view(torch.uint8), args[1].view(torch.uint8))
     assert torch.allclose(weights, args[2] * (64 * 128) ** -0.5)
 

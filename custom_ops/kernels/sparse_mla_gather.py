@@ -66,7 +66,7 @@ class Barriers(NamedTuple):
     left_empty: gl.shared_memory_descriptor
     right_empty: gl.shared_memory_descriptor
     weights_full: gl.shared_memory_descriptor  # also of shrink and maximum
-    rope_full: gl.shared_memory_descriptor | None  # of k_rope of an fp8 pool, and of bound
+    rope_full: gl.shared_memory_descriptor  # of k_rope and bound of an fp8 pool
 
 
 class Rows(NamedTuple):
@@ -131,6 +131,7 @@ def slots_of_lanes(rows, offset, lane, n, PAGED: gl.constexpr):
 
 @gluon.jit
 def slots_of_block(rows, offset, block, n, PAGED: gl.constexpr, LAYOUT: gl.constexpr):
+    """As slots_of_lanes, of the 64 lanes of a block."""
     return slots_of_lanes(rows, offset, block * KEYS + gl.arange(0, KEYS, layout=LAYOUT), n, PAGED)
 
 

@@ -11,8 +11,6 @@ from compiled_dsa.huggingface import PagedCache, replace_attention
 from compiled_dsa.weights import FP8, effective_weight
 from tests.huggingface.tiny_models import CACHES, Pair, assert_same_tokens, prompt, tiny_model
 
-peft = pytest.importorskip("peft", reason="peft is in the extra 'test', which is not installed")
-
 OPTIONS = {"do_sample": False, "max_new_tokens": 6}
 ATTENTION = ["q_a_proj", "q_b_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 INDEXER = ["wq_b", "wk", "weights_proj"]
@@ -20,6 +18,8 @@ INDEXER = ["wq_b", "wk", "weights_proj"]
 
 def add_adapter(model: nn.Module, name: str, targets: list[str], seed: int = 0, **options) -> None:
     """A LoRA adapter whose matrices change the tokens."""
+    import peft
+
     model.add_adapter(peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, **options), name)
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in model.named_parameters():
@@ -114,6 +114,8 @@ def test_compiled():
 
 def test_get_peft_model():
     """peft's own wrapper around a converted model."""
+    import peft
+
     pair = Pair(tiny_model("deepseek_v32"), replace_attention(tiny_model("deepseek_v32")))
     config = peft.LoraConfig(r=4, target_modules=ATTENTION + INDEXER, init_lora_weights=False)
     outputs = []

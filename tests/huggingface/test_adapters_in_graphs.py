@@ -14,8 +14,6 @@ from tests.huggingface.test_adapters import ATTENTION, INDEXER, add_adapter
 from tests.huggingface.tiny_models import prompt, tiny_model
 from tests.modules.layers import Serving, our_layer, stock_layer
 
-peft = pytest.importorskip("peft", reason="peft is in the extra 'test', which is not installed")
-
 REPLAYED = "what a graph replayed"
 REFUSED = "adapters were added, removed, .* graphs='off'"
 MIDDLE = {"layers_to_transform": [1], "layers_pattern": "layers"}
@@ -189,6 +187,8 @@ class Own(nn.Module):
 @pytest.mark.parametrize("change", ["add", "add elsewhere", "switch", "disable", "merge"])
 @pytest.mark.parametrize(("own", "targets"), [(False, INDEXER), (True, ["wq_b"]), (True, ["head"])])
 def test_models_over_a_batch(own, targets, change, on_gpu):
+    import peft
+
     layer = our_layer(stock_layer("deepseek_v32", torch.float32))
     serving = Serving.of([layer], [torch.randn(20, 64)])
     model = Own(layer) if own else layer
