@@ -236,9 +236,9 @@ def logits(args: tuple) -> Callable[[], Tensor]:
     """DeepGEMM's scores of the arguments of index_topk_prefill, its keys gathered beforehand."""
     import deep_gemm
 
-    from compiled_dsa.custom_ops.providers.deep_gemm import gathered_keys
+    from compiled_dsa.custom_ops.kernels.gather_index_keys import gather_index_keys
 
-    keys, start, columns = gathered_keys(args[2], args[3]), int32(args[0].shape[0]), args[3].shape[1] * PAGE
+    keys, start, columns = gather_index_keys(args[2], args[3]), int32(args[0].shape[0]), args[3].shape[1] * PAGE
     return lambda: deep_gemm.fp8_mqa_logits(args[0], keys, args[1], start, args[5], False, max_seqlen_k=columns)
 
 

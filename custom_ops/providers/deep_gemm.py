@@ -2,23 +2,27 @@
 
 Decode: its paged kernel, one row an item of its batch, over page tables made for each row; its schedule is computed by
 a kernel in front of it at every call, so also at every replay of a captured graph. Prefill: its kernel over keys laid
-end to end, which are gathered once a call. In both, a product that is NaN counts as 0 (relu by fmaxf), so NaN among the
-codes of a key or query is not seen; a NaN scale gives a NaN score, as the contract has it. Tokens that are always
-chosen are left to other providers, which mark them where they make the scores.
+end to end, which are gathered once a call. In both, a product that is NaN counts as 0 (relu by fmaxf); a NaN scale
+gives a NaN score, as the contract has it. So NaN among the codes of a key or query is not seen in decode; in prefill
+they are marked on the way (gather_index_keys). Tokens that are always chosen are left to other providers, which mark
+them where they make the scores.
 
 Legend: T rows, HI index heads, D index head dim, P pages, W columns of the page table.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels.adapters import mark_pages, rows_of_pages
 from compiled_dsa.custom_ops.kernels.common import refuses_strides
+from compiled_dsa.custom_ops.kernels.gather_index_keys import gather_index_keys, mark_weights
 from compiled_dsa.custom_ops.kernels.in_order import write_selection
 from compiled_dsa.custom_ops.kernels.select import group_size, maxima_of, write_slots
-from compiled_dsa.custom_ops.layout import FP8, PAGE, index_dim
+from compiled_dsa.custom_ops.kernels.select_listed import list_size, programs_of, write_slots_listed
+from compiled_dsa.custom_ops.layout import PAGE
 from compiled_dsa.custom_ops.providers import common
 from compiled_dsa.custom_ops.providers.common import FirstCalls, load, refuses_alignment
 
@@ -73,15 +77,22 @@ def refuses(
         return reason
     if page_table.numel() * PAGE >= 2**31:
         return f"page_table has {page_table.numel()} entries; keys laid end to end have int32 numbers"
-    needed = _key_bytes(page_table, D) + _tile_rows(HI) * _row_bytes(page_table, topk_out.shape[1])
+    needed = _held_bytes(q, page_table) + _tile_rows(HI) * _row_bytes(page_table, topk_out.shape[1])
     if scratch_bytes < needed:
         return f"scratch_bytes={scratch_bytes}; the keys laid end to end and scores of one tile need {needed} bytes"
     return None
 
 
-def _key_bytes(page_table: Tensor, D: int) -> int:
-    """Of gathered keys and scales, and of the numbers of their pages."""
-    return page_table.numel() * (PAGE * (D + 4) + 32)
+class _Cut(NamedTuple):
+    rows: int  # scored at a time
+    programs: int  # of the selection by lists; 0: rows are selected without
+    listed: int  # scores of a list
+
+
+def _held_bytes(q: Tensor, page_table: Tensor) -> int:
+    """Of gathered keys and their scales, and of the weights, for the whole call."""
+    T, HI, D = q.shape
+    return page_table.numel() * PAGE * (D + 4) + 4 * T * HI
 
 
 def _tile_rows(HI: int) -> int:
@@ -152,24 +163,11 @@ def decode_scores(q, weights, pool, page_table, req_of_row, visible, K: int) -> 
     return scores
 
 
-def gathered_keys(pool: Tensor, page_table: Tensor) -> tuple[Tensor, Tensor]:
-    """(e4m3 [B 64 W, D], fp32 [B 64 W]): keys of all requests end to end; scales are NaN for pages outside the pool."""
-    D = index_dim(pool)
-    good = ((page_table >= 0) & (page_table < pool.shape[0])).flatten()
-    at = torch.where(good, page_table.flatten(), 0).long()
-    words = pool.view(torch.float32)  # the copies take 4 bytes at a time
-    keys = words[:, : PAGE * D // 4].index_select(0, at).view(FP8).view(-1, D)
-    scales = words[:, PAGE * D // 4 :].index_select(0, at).masked_fill_(~good[:, None], torch.nan)
-    return keys, scales.flatten()
-
-
 def prefill_scores(q, weights, keys, scales, first: Tensor, end: Tensor, columns: int) -> Tensor:
-    """fp32 [rows, columns] over the keys [first, end) of each row, counted from its first."""
+    """fp32 [rows, columns] over the keys [first, end) of each row, counted from its first; all are contiguous."""
     key = (q.device, *q.shape[1:], "prefill")
     _first.require(key)
-    scores = _library.fp8_mqa_logits(
-        q.contiguous(), (keys, scales), weights.contiguous(), first, end, False, max_seqlen_k=columns
-    )
+    scores = _library.fp8_mqa_logits(q, (keys, scales), weights, first, end, False, max_seqlen_k=columns)
     _first.done(key)
     return scores
 
@@ -179,19 +177,39 @@ def _prefill(
 ) -> None:
     T, K = topk_out.shape
     columns = page_table.shape[1] * PAGE
-    tile = _tile_rows(q.shape[1])
-    room = scratch_bytes - _key_bytes(page_table, q.shape[2])
-    rows_at_once = room // _row_bytes(page_table, K) // tile * tile
-    keys, scales = gathered_keys(pool, page_table)
-    for start in range(0, T, rows_at_once):
-        part = slice(start, min(start + rows_at_once, T))
+    cut = _cut(T, q.shape[1], page_table, K, scratch_bytes - _held_bytes(q, page_table), q.device)
+    q = q.contiguous()
+    weights = mark_weights(q, weights)
+    keys, scales = gather_index_keys(pool, page_table)
+    lists = torch.empty(cut.programs, cut.listed, dtype=torch.int64, device=q.device)
+    for start in range(0, T, cut.rows):
+        part = slice(start, min(start + cut.rows, T))
         first = req_of_row[part] * columns
         end = first + visible[part].clamp(0, columns)
         scores = prefill_scores(q[part], weights[part], keys, scales, first, end, columns)
         positions = None if positions_out is None else positions_out[part]
         rows = (page_table, req_of_row[part], visible[part])
-        _select(scores, *rows, topk_out[part], pool.shape[0], positions, deterministic, prefill=True)
+        if cut.programs:
+            write = partial(write_slots_listed, scores, lists, early=False)
+            write_selection(write, *rows, topk_out[part], pool.shape[0], positions, deterministic)
+        else:
+            _select(scores, *rows, topk_out[part], pool.shape[0], positions, deterministic, prefill=True)
         del scores  # before the next ones are made
+
+
+def _cut(T: int, HI: int, page_table: Tensor, K: int, room: int, device: torch.device) -> _Cut:
+    """How many rows are scored at a time so that their scores, and lists of the selection, take ``room`` bytes at most.
+
+    Its programs take tiles of rows in turns, one program a multiprocessor; the rows of whole turns cost no more time.
+    """
+    columns, row_bytes, tile = page_table.shape[1] * PAGE, _row_bytes(page_table, K), _tile_rows(HI)
+    listed = list_size(columns, K, True)
+    programs = programs_of(T, tile * row_bytes, listed, room, device)
+    rows = (room - 8 * listed * programs) // row_bytes // tile * tile
+    turn = tile * _library.get_num_sms()
+    if turn < rows < T:
+        rows = rows // turn * turn
+    return _Cut(rows, programs, listed)
 
 
 def _select(
