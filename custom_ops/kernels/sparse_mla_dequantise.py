@@ -108,13 +108,18 @@ mov.b32 $3, a;
 
 
 @gluon.jit
+def reinterpret(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    if _RENAMED:
+        return buffer.reinterpret(dtype, shape, layout)
+    else:
+        return buffer._reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
 def as_words(tile):
     """A tile of bf16 in shared memory as int32, two elements to a word."""
     shape: gl.constexpr = [tile.shape[0], tile.shape[1] // 2]
-    if _RENAMED:
-        return tile.reinterpret(gl.int32, shape, _WORDS)
-    else:
-        return tile._reinterpret(gl.int32, shape, _WORDS)
+    return reinterpret(tile, gl.int32, shape, _WORDS)
 
 
 @gluon.jit

@@ -1,12 +1,21 @@
 """Absorbed sparse attention of up to 32 heads over an fp8 pool on Hopper, in Gluon: L = 512, R = 64.
 
-wgmma has 64 rows or none, so the kernel of more heads pads. Here the operands are swapped: 64 keys, then 64 latents,
-are the rows, and the heads are columns: scores^T = K Q^T, out^T = V^T weights^T. A block of 64 keys then costs what
-reading it from shared memory twice costs, 1100 cycles instead of 2200. (Up to 16 heads leave registers for converting
-keys there: sparse_mla_registers, which takes two blocks a step; this kernel has theirs of one block.)
+wgmma has 64 rows or none, so the kernel of more heads pads. Here the operands are swapped: keys, then latents, are the
+rows of all products, and heads their columns: scores^T = K Q^T, out^T = V^T weights^T. The left operands come from
+registers (sparse_mla_fragments): a producer copies rows of the pool as they are into two stages of 128 keys, and eight
+warps convert codes on their way from shared memory into products, while the product before is under way. So a stage is
+half as large as a converted one, and no converted key passes through shared memory. (With 64 heads, sums and fragments
+fill the registers: 128 rows of 128 heads took 187 us on an H200 at best, sparse_mla_gluon 193.)
 
-Two producers (sparse_mla_dequantise): of the left half, and of the right half and rope. Stages, their barriers and
-splits are those of sparse_mla_gluon.
+Scores are products of fp16: codes times their scale relative to the largest of their key, and queries relative to the
+largest of their head, both by powers of two that scores are multiplied with afterwards; fp16 has 3 bits more than bf16,
+and what it cannot hold is less than 2^-24 of the largest.
+
+Weights are relative to a reference of each head that is the largest score only at first. It rises when a score lies 60
+above it (in units of log2), which bf16 weights and fp32 sums bear: nearly always nothing that was summed is rescaled,
+and the maxima of the heads are not taken.
+
+Legend: T rows, H heads, N heads of a tile, 16 or 32, S splits. A step is 128 keys, a part 16 of them.
 """
 
 from typing import NamedTuple
@@ -16,6 +25,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -27,174 +37,320 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from compiled_dsa.custom_ops.kernels.common import LN2, LOG2E, multiprocessors
 from compiled_dsa.custom_ops.kernels.sparse_mla_consume import Heads, tma_store
-from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, produce_dequantised, store_q_rope
+from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, as_words, reinterpret
+from compiled_dsa.custom_ops.kernels.sparse_mla_fragments import (
+    CODES,
+    GROUPS,
+    PART,
+    PARTS,
+    SCALES,
+    STEP,
+    WORDS,
+    exponent_of,
+    in_order_of_keys_operands,
+    keys_operand,
+    latents_operand,
+    outputs_of_sums,
+    power_of_keys,
+    words_of_group,
+    words_of_part,
+)
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
-    HALF,
-    KEYS,
     LATENT,
     NONE,
     ROPE,
     L,
     Rows,
+    copy,
     finite_of,
     lanes_of_tile,
     place_of_tile,
+    slots_of_lanes,
     steps_of,
+    thread_barrier,
     tile_of,
-    tma_load,
 )
-from compiled_dsa.custom_ops.kernels.sparse_mla_hopper import FEW_HEADS, REGISTER_HEADS
+from compiled_dsa.custom_ops.kernels.sparse_mla_hopper import FEW_HEADS
+
+_FEWEST = 16  # heads of a tile: products have as many columns at least
+_REGISTERS = gl.constexpr(40)  # of a thread of the producer; the eight warps have what it leaves of 504
+_ROW = gl.constexpr((512 + 4 * 4 + 2 * 64) // 4)  # words of a row of the pool: codes, scales, rope
+_RISE = gl.constexpr(60.0)
+_LOWEST = gl.constexpr(-1e30)  # a reference before any score: all others lie higher by more than 60
 
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
 _VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
-_PRODUCER_REGISTERS = gl.constexpr(112)  # a thread; the consumer has what two producers leave of 504
+# A thread of the producer copies 16 bytes of a row.
+_COPY = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+_COPY_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
+_LOAD_QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
+_LOAD_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+_HEADS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+_EACH = gl.constexpr(  # every thread has all of 8
+    gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [4]], lane_bases=[[0]] * 5, warp_bases=[[0]] * 3, block_bases=[], shape=[8]
+    )
+)
+
+
+class _Tensors(NamedTuple):
+    q: gl.tensor  # bf16 [T, H, 512]
+    q_row: gl.tensor  # strides
+    q_head: gl.tensor
 
 
 class _Buffers(NamedTuple):
-    """Shared memory, as sparse_mla_gather.Buffers; N heads, 16 or 32."""
+    """Shared memory, and the barriers of stages. The first dim of stages is 2, or 2 * 8 where they are read in parts."""
 
-    q_left: gl.shared_memory_descriptor  # bf16 [1, 1, N, 256]
-    q_right: gl.shared_memory_descriptor
-    q_rope: gl.shared_memory_descriptor  # bf16 [1, 1, N, 64]
-    k_left: gl.shared_memory_descriptor  # bf16 [2, 64, 256]
-    k_right: gl.shared_memory_descriptor
-    k_rope: gl.shared_memory_descriptor  # bf16 [2, 64, 64]
-    bound: gl.shared_memory_descriptor  # fp32 [2, 64]
-    weights: gl.shared_memory_descriptor  # bf16 [1, N, 64]
-    out_left: gl.shared_memory_descriptor  # bf16 [1, 1, N, 256]
-    out_right: gl.shared_memory_descriptor
-
-
-class _Barriers(NamedTuple):
-    """As sparse_mla_gather.Barriers. Queries need no ``q_empty``: their writer has seen the sums, which come after."""
-
-    q_full: gl.shared_memory_descriptor
-    left_full: gl.shared_memory_descriptor
-    right_full: gl.shared_memory_descriptor
-    left_empty: gl.shared_memory_descriptor
-    right_empty: gl.shared_memory_descriptor
-    rope_full: gl.shared_memory_descriptor
+    q_latent: gl.shared_memory_descriptor  # fp16 [1, 1, N, 512], in the order of keys_operand; then the output in bf16
+    q_rope: gl.shared_memory_descriptor  # bf16 [1, N, 64]
+    unit: gl.shared_memory_descriptor  # fp32 [N]: what makes products scores in units of log2
+    reference: gl.shared_memory_descriptor  # fp32 [N]: what is subtracted from them
+    highest: gl.shared_memory_descriptor  # fp32 [8]: how far those of each warp lie above it
+    weights: gl.shared_memory_descriptor  # bf16 [N, 128]
+    codes: gl.shared_memory_descriptor  # int32 [16, 16, 128]
+    scales: gl.shared_memory_descriptor  # fp32 [16, 16, 4]
+    rope: gl.shared_memory_descriptor  # bf16 [2, 128, 64]
+    bound: gl.shared_memory_descriptor  # fp32 [2, 128]: scores are cut to it, -inf for a lane without token
+    full: gl.shared_memory_descriptor  # [2]: written, may be read
+    empty: gl.shared_memory_descriptor  # read, may be written
 
 
 @gluon.jit
-def _block(left, right, total, maximum, step, buffers, barriers, unit, zero, SIDE: gl.constexpr, S: gl.constexpr):
-    """Scores a block and adds it to the sums [256, N] of the left and right latents; S is the layout of all products.
+def _slots(rows, offset, step, n, PAGED: gl.constexpr, LAYOUT: gl.constexpr):
+    lane = step * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, LAYOUT))
+    return slots_of_lanes(rows, offset, lane, n, PAGED)
 
-    ``zero`` is 0 at run time: stages that seem to vary do not have their descriptors kept in registers.
-    """
-    phase = step & 1
-    varying = step * zero
-    own = varying + SIDE
-    N: gl.constexpr = buffers.weights.shape[1]
-    scores = gl.zeros([KEYS, N], gl.float32, layout=S)
-    mbarrier.wait(barriers.left_full.index(SIDE), phase)
-    queries = tile_of(buffers.q_left, varying).permute((1, 0))
-    scores = warpgroup_mma(buffers.k_left.index(own), queries, scores, use_acc=False, is_async=True)
-    mbarrier.wait(barriers.right_full.index(SIDE), phase)
-    queries = tile_of(buffers.q_right, varying).permute((1, 0))
-    scores = warpgroup_mma(buffers.k_right.index(own), queries, scores, is_async=True)
-    mbarrier.wait(barriers.rope_full.index(SIDE), phase)
-    fence_async_shared()  # its producer cannot: it does not wait for its copies
-    queries = tile_of(buffers.q_rope, varying).permute((1, 0))
-    scores = warpgroup_mma(buffers.k_rope.index(own), queries, scores, is_async=True)
-    bound = buffers.bound.index(SIDE).load(gl.SliceLayout(1, S))
+
+@gluon.jit
+def _copy_rows(pool, slots, word, to):
+    """Words of the rows of slots; zeros for those of -1."""
+    row = gl.expand_dims(gl.maximum(slots, 0).to(gl.int64) * _ROW, 1)
+    copy(to, pool + row + word, mask=gl.expand_dims(slots >= 0, 1))
+
+
+@gluon.jit
+def _codes_of_stages(buffers):
+    return reinterpret(buffers.codes, gl.int32, [2, STEP, GROUPS * WORDS], CODES)
+
+
+@gluon.jit
+def _scales_of_stages(buffers):
+    return reinterpret(buffers.scales, gl.float32, [2, STEP, GROUPS], SCALES)
+
+
+@gluon.jit
+def _produce(pool, rows, ntiles, buffers, PAGED: gl.constexpr):
+    word = gl.expand_dims(gl.arange(0, GROUPS * WORDS, layout=gl.SliceLayout(0, _COPY)), 0)
+    rope_word = gl.expand_dims(gl.arange(0, ROPE // 2, layout=gl.SliceLayout(0, _COPY)), 0)
+    group = gl.expand_dims(gl.arange(0, GROUPS, layout=gl.SliceLayout(0, _COPY_SCALES)), 0)
+    count = 0
+    for tile in range(gl.program_id(0), ntiles, gl.num_programs(0)):
+        n, offset = lanes_of_tile(rows, tile, PAGED, STEP)
+        slots = _slots(rows, offset, 0, n, PAGED, _COPY)
+        scale_slots = _slots(rows, offset, 0, n, PAGED, _COPY_SCALES)
+        for step in range(steps_of(n, STEP)):
+            stage = count & 1
+            full = buffers.full.index(stage)
+            mbarrier.wait(buffers.empty.index(stage), (count >> 1 & 1) ^ 1)
+            _copy_rows(pool, slots, word, _codes_of_stages(buffers).index(stage))
+            _copy_rows(pool, scale_slots, GROUPS * WORDS + group, _scales_of_stages(buffers).index(stage))
+            _copy_rows(pool, slots, GROUPS * WORDS + GROUPS + rope_word, as_words(buffers.rope.index(stage)))
+            async_copy.mbarrier_arrive(full, increment_count=False)
+            buffers.bound.index(stage).store(gl.where(scale_slots >= 0, float("inf"), NONE))
+            mbarrier.arrive(full, count=1)
+            # ids are read a step ahead
+            slots = _slots(rows, offset, step + 1, n, PAGED, _COPY)
+            scale_slots = _slots(rows, offset, step + 1, n, PAGED, _COPY_SCALES)
+            count += 1
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _score(stage, varying, buffers, PRODUCT: gl.constexpr):
+    """Scores [128, N] of a step, without their units."""
+    N: gl.constexpr = buffers.weights.shape[0]
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    q_latent = tile_of(buffers.q_latent, varying)
+    codes, scales = _codes_of_stages(buffers).index(stage), _scales_of_stages(buffers).index(stage)
+    power, inverse = power_of_keys(scales)
+    scores = gl.zeros([STEP, N], gl.float32, layout=PRODUCT)
+    first, second, factor = words_of_group(codes, scales, inverse, 0)
+    keys = keys_operand(first, factor, PRODUCT)
+    # Each wait lets one product go on, and what it returns is read only after it: so operands of the next product are
+    # made during the last one, in the registers of the one before. Accumulators under way must not pass through it.
+    for i in gl.static_range(GROUPS):
+        part = q_latent.slice(i * 4 * WORDS, 2 * WORDS, dim=1).permute((1, 0))
+        scores = warpgroup_mma(keys, part, scores, use_acc=i > 0, is_async=True)
+        if i > 0:
+            second = warpgroup_mma_wait(1, deps=[second])
+        keys = keys_operand(second, factor, PRODUCT)
+        part = q_latent.slice(i * 4 * WORDS + 2 * WORDS, 2 * WORDS, dim=1).permute((1, 0))
+        if i < GROUPS - 1:
+            first, second, factor = words_of_group(codes, scales, inverse, i + 1)
+        scores = warpgroup_mma(keys, part, scores, is_async=True)
+        if i < GROUPS - 1:
+            first = warpgroup_mma_wait(1, deps=[first])
+            keys = keys_operand(first, factor, PRODUCT)
+    inverse = warpgroup_mma_wait(1, deps=[inverse])
+    inverse = gl.convert_layout(inverse.to(gl.bfloat16), gl.SliceLayout(1, OPERAND))
+    rope = buffers.rope.index(stage).load(OPERAND) * gl.expand_dims(inverse, 1)
+    scores = warpgroup_mma(rope, buffers.q_rope.index(varying).permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
+    return scores * gl.expand_dims(gl.convert_layout(power, gl.SliceLayout(1, PRODUCT)), 1)
+
+
+@gluon.jit
+def _of_threads(weights):
+    """[8, 8, N]: sums of weights [128, N] over the keys that a thread has."""
+    N: gl.constexpr = weights.shape[1]
+    return gl.sum(gl.reshape(weights, [8, 2, 8, N]), axis=1)
+
+
+@gluon.jit
+def _step(acc, total, count, buffers, zero, PRODUCT: gl.constexpr):
+    """(sums [512, N] with those of a step, what threads have of the sums of its weights).
+
+    Args:
+        zero: 0 at run time, so that the descriptors of queries are not kept in registers.
+    """
+    N: gl.constexpr = buffers.weights.shape[0]
+    COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+    stage = count & 1
+    mbarrier.wait(buffers.full.index(stage), count >> 1 & 1)
+    scores = _score(stage, count * zero, buffers, PRODUCT)
+    bound = gl.expand_dims(buffers.bound.index(stage).load(gl.SliceLayout(1, PRODUCT)), 1)
+    above = scores * gl.expand_dims(buffers.unit.load(COLUMN), 0) - gl.expand_dims(buffers.reference.load(COLUMN), 0)
     # the smaller of NaN and -inf is -inf: lanes without token weigh nothing whatever the query of a padding row holds
-    scores = gl.minimum(scores, gl.expand_dims(bound, 1))
-    new = gl.maximum(maximum, gl.max(scores, axis=0) * unit)
-    finite = finite_of(new)
-    shrink = gl.expand_dims(gl.exp2(maximum - finite), 0)
-    p = gl.exp2(scores * unit - gl.expand_dims(finite, 0))
-    weights = buffers.weights.index(varying).permute((1, 0))
-    weights.store(p.to(gl.bfloat16))
+    above = gl.minimum(above, bound)
+    buffers.highest.store(gl.max(gl.max(gl.reshape(above, [8, 16, N]), axis=2), axis=1))
+    p = gl.exp2(above)
+    buffers.weights.permute((1, 0)).store(p.to(gl.bfloat16))
     fence_async_shared()
-    left = warpgroup_mma(buffers.k_left.index(own).permute((1, 0)), weights, left * shrink, is_async=True)
-    right = warpgroup_mma(buffers.k_right.index(own).permute((1, 0)), weights, right * shrink, is_async=True)
-    total = total * shrink + p
-    left = warpgroup_mma_wait(1, deps=[left])
-    mbarrier.arrive(barriers.left_empty.index(SIDE), count=1)
-    right = warpgroup_mma_wait(0, deps=[right])
-    mbarrier.arrive(barriers.right_empty.index(SIDE), count=1)
-    return left, right, total, new
+    added = _of_threads(p)
+    part = PARTS * stage
+    even, odd, factor = words_of_part(buffers.codes.index(part), buffers.scales.index(part))
+    thread_barrier()
+    if gl.max(buffers.highest.load(_EACH), axis=0) > _RISE:
+        scores = gl.minimum(scores * gl.expand_dims(buffers.unit.load(COLUMN), 0), bound)
+        reference = buffers.reference.load(COLUMN)
+        risen = gl.maximum(reference, gl.max(scores, axis=0))
+        shrink = gl.exp2(reference - risen)
+        p = gl.exp2(scores - gl.expand_dims(risen, 0))
+        added = _of_threads(p)
+        acc = acc * gl.expand_dims(shrink, 0)
+        shrink = gl.convert_layout(shrink, gl.SliceLayout(0, gl.SliceLayout(1, total.type.layout)))
+        total = total * gl.expand_dims(gl.expand_dims(shrink, 0), 1)
+        buffers.reference.store(risen)
+        buffers.weights.permute((1, 0)).store(p.to(gl.bfloat16))
+        fence_async_shared()
+        thread_barrier()
+    total += added
+    latents = latents_operand(even, odd, factor, PRODUCT)
+    for i in gl.static_range(PARTS):  # as in _score
+        if i < PARTS - 1:
+            even, odd, factor = words_of_part(buffers.codes.index(part + i + 1), buffers.scales.index(part + i + 1))
+        weights = buffers.weights.slice(i * PART, PART, dim=1).permute((1, 0))
+        acc = warpgroup_mma(latents, weights, acc, is_async=True)
+        if i < PARTS - 1:
+            if i > 0:
+                even = warpgroup_mma_wait(1, deps=[even])
+            latents = latents_operand(even, odd, factor, PRODUCT)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(buffers.empty.index(stage), count=1)
+    return acc, total
 
 
 @gluon.jit
-def _fetch_queries(q_desc, heads, rows, tile, buffers, barriers):
-    N: gl.constexpr = buffers.weights.shape[1]
-    row, _split, _head = place_of_tile(rows, tile)
-    mbarrier.expect(barriers.q_full, N * LATENT * 2)
-    tma_load(q_desc, [row, 0, 0], barriers.q_full, buffers.q_left.index(0))
-    tma_load(q_desc, [row, 0, HALF], barriers.q_full, buffers.q_right.index(0))
-    store_q_rope(heads, rows, tile, tile_of(buffers.q_rope, 0))
-    mbarrier.arrive(barriers.q_full, count=1)
-
-
-@gluon.jit
-def _write(left, right, total, maximum, heads, rows, tile, buffers, S: gl.constexpr):
-    """The output of a tile and its log-sum-exp."""
-    N: gl.constexpr = buffers.weights.shape[1]
-    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
-    row, split, _head = place_of_tile(rows, tile)
-    part = split * rows.number + row
-    head = gl.arange(0, N, layout=COLUMN)
-    log_sum = gl.where(total == 0.0, NONE, (maximum + gl.log2(total)) * LN2)
-    where = heads.lse + part.to(gl.int64) * heads.lse_row + head * heads.lse_head
-    gl.store(where, log_sum, mask=head < heads.H)
-    factor = gl.full([N], LIFT, gl.float32, layout=COLUMN)
-    if heads.sinks is not None:
-        sink = gl.load(heads.sinks + head, mask=head < heads.H, other=NONE) * LOG2E
-        top = finite_of(gl.maximum(maximum, sink))
-        shrink = gl.exp2(maximum - top)
-        factor = factor * shrink
-        total = total * shrink + gl.exp2(sink - top)
-    factor = gl.expand_dims(factor / gl.where(total == 0.0, 1.0, total), 0)
-    tile_of(buffers.out_left, 0).permute((1, 0)).store((left * factor).to(gl.bfloat16))
-    tile_of(buffers.out_right, 0).permute((1, 0)).store((right * factor).to(gl.bfloat16))
-    fence_async_shared()
-    tma_store(heads.o_desc, [part, 0, 0], buffers.out_left.index(0))
-    tma_store(heads.o_desc, [part, 0, HALF], buffers.out_right.index(0))
+def _fetch_queries(tensors, heads, rows, tile, unit, buffers):
+    """Queries of a tile, once the output of the last one, which is in their place, is written."""
+    N: gl.constexpr = buffers.weights.shape[0]
+    LATENT_ROWS: gl.constexpr = gl.SliceLayout(1, _LOAD_QUERIES)
+    ROPE_ROWS: gl.constexpr = gl.SliceLayout(1, _LOAD_ROPE)
+    row, _split, head0 = place_of_tile(rows, tile)
+    head = head0 + gl.expand_dims(gl.arange(0, N, layout=LATENT_ROWS), 1)
+    column = gl.expand_dims(gl.arange(0, LATENT, layout=gl.SliceLayout(0, _LOAD_QUERIES)), 0)
+    begin = tensors.q + row.to(gl.int64) * tensors.q_row
+    q = gl.load(begin + (head * tensors.q_head + column), mask=head < heads.H, other=0.0)
+    head = head0 + gl.expand_dims(gl.arange(0, N, layout=ROPE_ROWS), 1)
+    column = gl.expand_dims(gl.arange(0, ROPE, layout=gl.SliceLayout(0, _LOAD_ROPE)), 0)
+    begin = heads.q_rope + row.to(gl.int64) * heads.q_rope_row
+    rope = gl.load(begin + (head * heads.q_rope_head + column), mask=head < heads.H, other=0.0)
     tma.store_wait(0)
+    thread_barrier()
+    q = q.to(gl.float32)
+    rope = rope.to(gl.float32)
+    largest = gl.convert_layout(gl.max(gl.abs(rope), axis=1), LATENT_ROWS)
+    exponent = exponent_of(gl.maximum(gl.max(gl.abs(q), axis=1), largest), 64, 255)
+    inverse = ((252 << 23) - (exponent - (16 << 23))).to(gl.float32, bitcast=True)  # the largest is then near 2^14
+    buffers.unit.store((exponent - (14 << 23)).to(gl.float32, bitcast=True) * unit)
+    buffers.reference.store(gl.full([N], _LOWEST, gl.float32, layout=LATENT_ROWS))
+    q = (q * gl.expand_dims(inverse, 1)).to(gl.float16)
+    tile_of(buffers.q_latent, 0).store(in_order_of_keys_operands(q))
+    rope = rope * gl.expand_dims(gl.convert_layout(inverse, ROPE_ROWS), 1)
+    buffers.q_rope.index(0).store(rope.to(gl.bfloat16))
+    fence_async_shared()
+    thread_barrier()
 
 
 @gluon.jit
-def _consume(q_desc, heads, rows, ntiles, unit, zero, buffers, barriers, SIDES: gl.constexpr):
-    """All blocks of a tile; also fetches queries and writes."""
-    N: gl.constexpr = buffers.weights.shape[1]
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    STEP: gl.constexpr = SIDES * KEYS
+def _write(acc, total, o_desc, heads, rows, tile, buffers, PRODUCT: gl.constexpr):
+    """The output of a tile, whose copy out is then under way, and its log-sum-exp."""
+    N: gl.constexpr = buffers.weights.shape[0]
+    COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+    row, split, head0 = place_of_tile(rows, tile)
+    part = split * rows.number + row
+    total = gl.convert_layout(gl.sum(gl.sum(total, axis=1), axis=0), COLUMN)
+    reference = buffers.reference.load(COLUMN)
+    log_sum = gl.where(total == 0.0, NONE, (reference + gl.log2(total)) * LN2)
+    head = head0 + gl.arange(0, N, layout=_HEADS)
+    where = heads.lse + part.to(gl.int64) * heads.lse_row + head * heads.lse_head
+    gl.store(where, gl.convert_layout(log_sum, _HEADS), mask=head < heads.H)
+    factor = gl.full([N], 1.0, gl.float32, layout=COLUMN)
+    if heads.sinks is not None:
+        head = head0 + gl.arange(0, N, layout=COLUMN)
+        sink = gl.load(heads.sinks + head, mask=head < heads.H, other=NONE) * LOG2E
+        top = finite_of(gl.maximum(reference, sink))
+        factor = gl.exp2(reference - top)
+        total = total * factor + gl.exp2(sink - top)
+    factor = factor * LIFT / gl.where(total == 0.0, 1.0, total)
+    # all warps are past their last scores, so the output may take the place of the queries
+    out = reinterpret(buffers.q_latent, gl.bfloat16, [1, 1, N, LATENT], _QUERIES)
+    tile_of(out, 0).store(outputs_of_sums((acc * gl.expand_dims(factor, 0)).to(gl.bfloat16)))
+    fence_async_shared()
+    thread_barrier()
+    tma_store(o_desc, [part, head0, 0], out.index(0))
+
+
+@gluon.jit
+def _consume(tensors, heads, rows, ntiles, unit, zero, buffers, PAGED: gl.constexpr):
+    N: gl.constexpr = buffers.weights.shape[0]
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N, 16])
     first = gl.program_id(0)
     hop = gl.num_programs(0)
-    _fetch_queries(q_desc, heads, rows, first, buffers, barriers)
     begin = 0
-    parity = 0
+    n, _offset = lanes_of_tile(rows, first, PAGED, STEP)
+    _fetch_queries(tensors, heads, rows, first, unit, buffers)
     for tile in range(first, ntiles, hop):
-        n, _offset = lanes_of_tile(rows, tile, False, STEP)
-        left = gl.zeros([HALF, N], gl.float32, layout=S)
-        right = gl.zeros([HALF, N], gl.float32, layout=S)
-        total = gl.zeros([KEYS, N], gl.float32, layout=S)
-        maximum = gl.full([N], NONE, gl.float32, layout=gl.SliceLayout(0, S))
-        mbarrier.wait(barriers.q_full, parity)
         steps = steps_of(n, STEP)
+        n, _offset = lanes_of_tile(rows, gl.minimum(tile + hop, ntiles - 1), PAGED, STEP)
+        acc = gl.zeros([LATENT, N], gl.float32, layout=PRODUCT)
+        total = _of_threads(gl.zeros([STEP, N], gl.float32, layout=PRODUCT))
         # begin must not stand in the range: Triton 3.6 takes what only bounds an inner loop for dead, and keeps it at 0
         for i in range(steps):
-            step = begin + i
-            for side in gl.static_range(SIDES):
-                left, right, total, maximum = _block(
-                    left, right, total, maximum, step, buffers, barriers, unit, zero, side, S
-                )
+            acc, total = _step(acc, total, begin + i, buffers, zero, PRODUCT)
         begin += steps
-        total = gl.sum(total, axis=0)
+        _write(acc, total, heads.o_desc, heads, rows, tile, buffers, PRODUCT)
         if tile + hop < ntiles:
-            _fetch_queries(q_desc, heads, rows, tile + hop, buffers, barriers)
-        _write(left, right, total, maximum, heads, rows, tile, buffers, S)
-        parity ^= 1
+            _fetch_queries(tensors, heads, rows, tile + hop, unit, buffers)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["lse_row", "lse_head", "width", "pages", "number", "splits", "H", "ntiles", "zero"])
 def _attend(
-    q_desc,  # bf16 [T, H, 512]
+    q_latent,  # bf16 [T, H, 512], last dim dense
     q_rope,  # bf16 [T, H, 64], last dim dense
     o_desc,  # bf16 [S T, H, 512]
     pool,  # uint8 [P, 64, 656] as int32
@@ -204,6 +360,8 @@ def _attend(
     sinks,  # fp32 [H] or None
     lse,  # fp32 [S T, H]
     scale,
+    q_row,
+    q_head,
     q_rope_row,
     q_rope_head,
     ids_row,
@@ -216,72 +374,59 @@ def _attend(
     H,
     ntiles,
     zero,
-    N: gl.constexpr,
     PAGED: gl.constexpr,
-    SIDES: gl.constexpr,
     EARLY: gl.constexpr,
+    N: gl.constexpr,
 ):
     if EARLY:
         gdc_launch_dependents()  # the programs that combine start and wait
-    buffers = _Buffers(
-        q_left=gl.allocate_shared_memory(gl.bfloat16, [1, 1, N, HALF], _QUERIES),
-        q_right=gl.allocate_shared_memory(gl.bfloat16, [1, 1, N, HALF], _QUERIES),
-        q_rope=gl.allocate_shared_memory(gl.bfloat16, [1, 1, N, ROPE], _QUERIES),
-        k_left=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, HALF], _TILE),
-        k_right=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, HALF], _TILE),
-        k_rope=gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, ROPE], _TILE),
-        bound=gl.allocate_shared_memory(gl.float32, [2, KEYS], _VECTOR),
-        weights=gl.allocate_shared_memory(gl.bfloat16, [1, N, KEYS], _TILE),
-        out_left=gl.allocate_shared_memory(gl.bfloat16, [1, 1, N, HALF], _QUERIES),
-        out_right=gl.allocate_shared_memory(gl.bfloat16, [1, 1, N, HALF], _QUERIES),
-    )
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    barriers = _Barriers(
-        q_full=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        left_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        right_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        left_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        right_empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        rope_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+    buffers = _Buffers(
+        q_latent=gl.allocate_shared_memory(gl.float16, [1, 1, N, LATENT], _QUERIES),
+        q_rope=gl.allocate_shared_memory(gl.bfloat16, [1, N, ROPE], _TILE),
+        unit=gl.allocate_shared_memory(gl.float32, [N], _VECTOR),
+        reference=gl.allocate_shared_memory(gl.float32, [N], _VECTOR),
+        highest=gl.allocate_shared_memory(gl.float32, [8], _VECTOR),
+        weights=gl.allocate_shared_memory(gl.bfloat16, [N, STEP], _TILE),
+        codes=gl.allocate_shared_memory(gl.int32, [2 * PARTS, PART, GROUPS * WORDS], CODES),
+        scales=gl.allocate_shared_memory(gl.float32, [2 * PARTS, PART, GROUPS], SCALES),
+        rope=gl.allocate_shared_memory(gl.bfloat16, [2, STEP, ROPE], _TILE),
+        bound=gl.allocate_shared_memory(gl.float32, [2, STEP], _VECTOR),
+        full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
-    mbarrier.init(barriers.q_full, count=2)  # latents as they arrive, rope when it is stored
     for stage in gl.static_range(2):
-        mbarrier.init(barriers.left_full.index(stage), count=1)
-        mbarrier.init(barriers.right_full.index(stage), count=1)
-        mbarrier.init(barriers.left_empty.index(stage), count=1)
-        mbarrier.init(barriers.right_empty.index(stage), count=1)
-        # each producer thread, as its copies arrive, and once for the bound
-        mbarrier.init(barriers.rope_full.index(stage), count=129)
+        # each thread of the producer, as its copies arrive, and once for the bound
+        mbarrier.init(buffers.full.index(stage), count=129)
+        mbarrier.init(buffers.empty.index(stage), count=1)
     fence_async_shared()
     rows = Rows(ids, ids_row, width, count, req_of_row, pages, number, splits, 1)
     heads = Heads(H, q_rope, q_rope_row, q_rope_head, o_desc, sinks, lse, lse_row, lse_head)
-    unit = scale * LOG2E * LIFT
+    tensors = _Tensors(q_latent, q_row, q_head)
+    unit = scale * LOG2E
     gl.warp_specialize(
         [
-            (_consume, (q_desc, heads, rows, ntiles, unit, zero, buffers, barriers, SIDES)),
-            (produce_dequantised, (None, heads, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 0, 1)),
-            (produce_dequantised, (None, heads, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 1, 1)),
+            (_consume, (tensors, heads, rows, ntiles, unit, zero, buffers, PAGED)),
+            (_produce, (pool, rows, ntiles, buffers, PAGED)),
         ],
-        [4, 4],
-        [_PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
+        [4],
+        [_REGISTERS],
     )
 
 
 def launch(
     q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse: Tensor, width: int, sides: int
 ) -> None:
-    """As ``sparse_mla_gluon.launch``, of an fp8 pool and at most 32 heads; ``out`` is bf16."""
+    """As ``sparse_mla_gluon.launch``, of an fp8 pool and at most 32 heads; ``out`` is bf16, and ``sides`` 2."""
     T, H, _ = q_latent.shape
-    heads = REGISTER_HEADS if H <= REGISTER_HEADS else FEW_HEADS
     splits = out.shape[0] if out.dim() == 4 else 1
     out = out.flatten(0, -3)
     ids = page_table if topk is None else topk
-    layout = gl.NVMMASharedLayout(128, 16, rank=3)
-    tiles = T * splits
+    tiles, N = T * splits, _FEWEST if H <= _FEWEST else FEW_HEADS
     _attend[(min(multiprocessors(pool.device), tiles),)](
-        TensorDescriptor.from_tensor(q_latent, [1, heads, L // 2], layout),
+        q_latent,
         q_rope,
-        TensorDescriptor.from_tensor(out, [1, heads, L // 2], layout),
+        TensorDescriptor.from_tensor(out, [1, N, L], _QUERIES.value),
         pool.view(torch.int32),
         ids,
         count,
@@ -289,6 +434,8 @@ def launch(
         sinks,
         lse,
         scale,
+        q_latent.stride(0),
+        q_latent.stride(1),
         q_rope.stride(0),
         q_rope.stride(1),
         ids.stride(0),
@@ -300,9 +447,8 @@ def launch(
         H,
         tiles,
         0,
-        N=heads,
         PAGED=topk is None,
-        SIDES=sides,
         EARLY=splits > 1,
-        num_warps=4,
+        N=N,
+        num_warps=8,
     )

@@ -1,103 +1,98 @@
-"""Rows of fp8 pools as left operands of products, dequantised in registers; and their producer, which only copies.
+"""Rows of fp8 pools as left operands of products, dequantised in registers.
 
-A thread reads 16 codes of a key at a time from shared memory. Products may take the latents of a row, over which scores
-are summed, and the rows of the output in any order: the one in which each thread holds what its fragments need. So
-queries are stored in the first order, and sums are written back from the second.
+Eight warps read codes from shared memory as the fragments of their operands need them. Products may take the latents of
+a row, over which scores are summed, and the rows of the output in any order: the one in which 16 codes of a key, or 8
+of a latent's neighbours, are read at a time. So queries are stored in the first order, and sums are written back from
+the second.
 
-Legend: a block is 64 keys; w, g, t: warp, and the lane as 4 g + t.
+Legend: a step is 128 keys; w, g, t: warp, and the lane as 4 g + t.
 """
 
-from typing import NamedTuple
-
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import FACTOR_OF_16, LIFT, as_words
-from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
-    KEYS,
-    NONE,
-    ROPE,
-    copy,
-    lanes_of_tile,
-    slots_of_block,
-    steps_of,
-)
+from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT
+from compiled_dsa.custom_ops.kernels.sparse_mla_gather import LATENT
 from compiled_dsa.custom_ops.layout import LATENT_GROUP
 
+STEP = gl.constexpr(128)
+PART = gl.constexpr(16)  # keys of a product of the sums
+PARTS = gl.constexpr(8)
 WORDS = gl.constexpr(LATENT_GROUP // 4)  # int32, of a group: 4 codes each
 GROUPS = gl.constexpr(4)
-_ROW = gl.constexpr((512 + 4 * 4 + 2 * 64) // 4)  # words of a row of the pool: codes, scales, rope
 
-_ROPE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
-_VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # 16 bytes of 8 keys apart by one or by two lie in different banks.
-_CODES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+CODES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
-# A thread of the producer copies 16 bytes of a row.
-_COPY = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-_COPY_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
-# Words [64, 32] of a group for the scores: of keys g and g + 8 of the warp's 16, 16 bytes at 32 t and 16 bytes behind.
-BY_KEY = gl.constexpr(
+# Words [128, 32] of a group for the scores: of keys g and g + 8 of the warp's 16, 16 bytes at 32 t and 16 bytes behind.
+_BY_KEY = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
+        warp_bases=[[16, 0], [32, 0], [64, 0]],
         block_bases=[],
-        shape=[64, 32],
+        shape=[128, 32],
     )
 )
-SCALES_BY_KEY = gl.constexpr(
+_SCALES_BY_KEY = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0]],
         lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
+        warp_bases=[[16, 0], [32, 0], [64, 0]],
         block_bases=[],
-        shape=[64, 4],
+        shape=[128, 4],
     )
 )
-# Words [32, 128] of half of the keys for the sums: of keys 2 t, 2 t + 1 and those 8 further of each 16, 16 bytes at
-# 128 w + 16 g.
+_SCALE_BY_KEY = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0], [64, 0]],
+        block_bases=[],
+        shape=[128, 1],
+    )
+)
+# Words [16, 128] of a part for the sums: of keys 2 t, 2 t + 1 and those 8 further, 8 bytes at 64 w + 8 g.
 _BY_LATENT = gl.constexpr(
     gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [1, 0], [8, 0], [16, 0]],
-        lane_bases=[[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
-        warp_bases=[[0, 32], [0, 64]],
+        reg_bases=[[0, 1], [1, 0], [8, 0]],
+        lane_bases=[[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]],
+        warp_bases=[[0, 16], [0, 32], [0, 64]],
         block_bases=[],
-        shape=[32, 128],
+        shape=[16, 128],
     )
 )
 _SCALES_BY_LATENT = gl.constexpr(
     gl.DistributedLinearLayout(
-        reg_bases=[[1, 0], [8, 0], [16, 0]],
+        reg_bases=[[1, 0], [8, 0]],
         lane_bases=[[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
-        warp_bases=[[0, 1], [0, 2]],
+        warp_bases=[[0, 0], [0, 1], [0, 2]],
         block_bases=[],
-        shape=[32, 4],
+        shape=[16, 4],
     )
 )
 
-_BF16_4 = gl.constexpr((gl.bfloat16,) * 4)
+_F16_4 = gl.constexpr((gl.float16,) * 4)
 _BF16_8 = gl.constexpr((gl.bfloat16,) * 8)
 
-# $0 to $3: the bf16 of the 4 codes $4 with the factor $5, twice; see sparse_mla_dequantise.
-_KEY_TO_BF16 = gl.constexpr("""
+# $0 to $3: the fp16 of the 4 codes $4 times the factor $5, twice. A NaN stays one.
+_KEY_TO_FP16 = gl.constexpr("""
 {
+.reg .b16 a, b;
 .reg .b32 low, high;
-prmt.b32 low, $4, 0, 0x9180;
-prmt.b32 high, $4, 0, 0xB3A2;
-shl.b32 low, low, 4;
-shl.b32 high, high, 4;
-and.b32 low, low, 0x87F087F0;
-and.b32 high, high, 0x87F087F0;
-mul.bf16x2 low, low, $5;
-mul.bf16x2 high, high, $5;
+mov.b32 {a, b}, $4;
+cvt.rn.f16x2.e4m3x2 low, a;
+cvt.rn.f16x2.e4m3x2 high, b;
+mul.f16x2 low, low, $5;
+mul.f16x2 high, high, $5;
 mov.b32 {$0, $1}, low;
 mov.b32 {$2, $3}, high;
 }
 """)
-# $0 to $7: of each of 4 latents the bf16 of two keys, whose codes are $8 and $9, with the factors $10 of both.
+# $0 to $7: of each of 4 latents the bf16 of two keys, whose codes are $8 and $9, with the factors $10 of both; see
+# sparse_mla_dequantise.
 _LATENTS_TO_BF16 = gl.constexpr(
     "{\n.reg .b32 two;\n"
     + "".join(
@@ -109,75 +104,69 @@ _LATENTS_TO_BF16 = gl.constexpr(
 )
 
 
-class Stages(NamedTuple):
-    """Raw rows of blocks in shared memory, and their barriers."""
-
-    codes: gl.shared_memory_descriptor  # int32 [STAGES, 64, 128]
-    scales: gl.shared_memory_descriptor  # fp32 [STAGES, 64, 4]
-    rope: gl.shared_memory_descriptor  # bf16 [STAGES, 64, 64]
-    bound: gl.shared_memory_descriptor  # fp32 [STAGES, 64]: scores are cut to it, -inf for a lane without token
-    full: gl.shared_memory_descriptor  # [STAGES]: written, may be read
-    empty: gl.shared_memory_descriptor  # read, may be written
-
-
-@gluon.jit
-def allocate_stages(STAGES: gl.constexpr):
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    stages = Stages(
-        codes=gl.allocate_shared_memory(gl.int32, [STAGES, KEYS, GROUPS * WORDS], _CODES),
-        scales=gl.allocate_shared_memory(gl.float32, [STAGES, KEYS, GROUPS], _PLAIN),
-        rope=gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, ROPE], _ROPE),
-        bound=gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], _VECTOR),
-        full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+@triton.constexpr_function
+def outputs_layout(N):
+    """Of outputs [N, 512]: the latents of a thread are neighbours, and its own already."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [1, 0], *([8 << i, 0] for i in range((N // 8).bit_length() - 1))],
+        lane_bases=[[2, 0], [4, 0], [0, 8], [0, 16], [0, 32]],
+        warp_bases=[[0, 64], [0, 128], [0, 256]],
+        block_bases=[],
+        shape=[N, 512],
     )
-    for stage in gl.static_range(STAGES):
-        # each thread of the producer, as its copies arrive, and once for the bound
-        mbarrier.init(stages.full.index(stage), count=129)
-        mbarrier.init(stages.empty.index(stage), count=1)
-    return stages
 
 
 @gluon.jit
-def _addresses(pool, rows, offset, block, n, PAGED: gl.constexpr, LAYOUT: gl.constexpr):
-    """(addresses [64, 1] of the rows of a block, which of them hold a token)."""
-    slots = slots_of_block(rows, offset, block, n, PAGED, gl.SliceLayout(1, LAYOUT))
-    there = gl.expand_dims(slots >= 0, 1)
-    return pool + gl.expand_dims(gl.where(slots >= 0, slots, 0).to(gl.int64) * _ROW, 1), there
+def exponent_of(x, LOWEST: gl.constexpr, HIGHEST: gl.constexpr):
+    """The biased exponent of x in its place (int32), within bounds: as fp32, the power of two at or below x."""
+    bits = x.to(gl.int32, bitcast=True) & 0x7F800000
+    return gl.minimum(gl.maximum(bits, LOWEST << 23), HIGHEST << 23)
 
 
 @gluon.jit
-def produce_raw(pool, rows, ntiles, stages, PAGED: gl.constexpr):
-    STAGES: gl.constexpr = stages.codes.shape[0]
-    word = gl.expand_dims(gl.arange(0, GROUPS * WORDS, layout=gl.SliceLayout(0, _COPY)), 0)
-    rope_word = gl.expand_dims(gl.arange(0, ROPE // 2, layout=gl.SliceLayout(0, _COPY)), 0)
-    group = gl.expand_dims(gl.arange(0, GROUPS, layout=gl.SliceLayout(0, _COPY_SCALES)), 0)
-    count = 0
-    for tile in range(gl.program_id(0), ntiles, gl.num_programs(0)):
-        n, offset = lanes_of_tile(rows, tile, PAGED, 2 * KEYS)
-        address, there = _addresses(pool, rows, offset, 0, n, PAGED, _COPY)
-        scale_address, scale_there = _addresses(pool, rows, offset, 0, n, PAGED, _COPY_SCALES)
-        for block in range(2 * steps_of(n, 2 * KEYS)):
-            # ids are read a block ahead
-            next_address, next_there = _addresses(pool, rows, offset, block + 1, n, PAGED, _COPY)
-            next_scale, next_scale_there = _addresses(pool, rows, offset, block + 1, n, PAGED, _COPY_SCALES)
-            stage = count % STAGES
-            full = stages.full.index(stage)
-            mbarrier.wait(stages.empty.index(stage), (count // STAGES & 1) ^ 1)
-            copy(stages.codes.index(stage), address + word, mask=there)
-            copy(stages.scales.index(stage), scale_address + (GROUPS * WORDS + group), mask=scale_there)
-            rope = address + (GROUPS * WORDS + GROUPS + rope_word)
-            copy(as_words(stages.rope.index(stage)), rope, mask=there)
-            async_copy.mbarrier_arrive(full, increment_count=False)
-            bound = gl.where(gl.reshape(there, [KEYS]), float("inf"), NONE)
-            stages.bound.index(stage).store(bound)
-            mbarrier.arrive(full, count=1)
-            address = next_address
-            there = next_there
-            scale_address = next_scale
-            scale_there = next_scale_there
-            count += 1
-    async_copy.wait_group(0)
+def power_of_keys(scales):
+    """(a power of two near the largest scale of each key, its inverse), fp32 [128]."""
+    exponent = exponent_of(gl.max(gl.abs(scales.load(_SCALES_BY_KEY)), axis=1), 70, 253)
+    return exponent.to(gl.float32, bitcast=True), ((254 << 23) - exponent).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def words_of_group(codes, scales, inverse, GROUP: gl.constexpr):
+    """Both halves of the words of a group of all keys, [128, 4, 4], and their factors.
+
+    Args:
+        codes, scales: of the step, int32 [128, 128] and fp32 [128, 4].
+        inverse: of the power of each key; scales times it are near 1, or small beside another group of the key.
+    """
+    scale = gl.reshape(scales.slice(GROUP, 1, dim=1).load(_SCALE_BY_KEY), [STEP])
+    scale = scale * gl.convert_layout(inverse, scale.type.layout)
+    words = codes.slice(GROUP * WORDS, WORDS, dim=1).load(_BY_KEY)
+    words = gl.permute(gl.reshape(words, [STEP, 4, 2, 4]), (0, 1, 3, 2))
+    first, second = gl.split(words)
+    LAYOUT: gl.constexpr = first.type.layout
+    factor = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [scale], gl.int32, is_pure=True, pack=1)
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    factor, first = gl.broadcast(gl.expand_dims(gl.expand_dims(factor, 1), 2), first)
+    return first, second, factor
+
+
+@gluon.jit
+def keys_operand(words, factor, PRODUCT: gl.constexpr):
+    """fp16 operand [128, 64] of the scores from half of the words of a group."""
+    a, b, c, d = gl.inline_asm_elementwise(
+        _KEY_TO_FP16, "=h,=h,=h,=h,r,r", [words, factor], _F16_4, is_pure=True, pack=1
+    )
+    both = gl.join(gl.join(a, b), gl.join(c, d))  # key, t, word, code, two codes
+    both = gl.reshape(gl.permute(both, (0, 2, 4, 1, 3)), [STEP, 2 * WORDS])
+    return gl.convert_layout(both, gl.DotOperandLayout(0, PRODUCT, 2))
+
+
+@gluon.jit
+def in_order_of_keys_operands(q):
+    """Queries [N, 512] with their latents in the order in which the operands have them."""
+    N: gl.constexpr = q.shape[0]
+    q = gl.reshape(q, [N, 4, 4, 2, 4, 2, 2])  # group, t, 16 bytes, word, two codes, code
+    return gl.reshape(gl.permute(q, (0, 1, 3, 4, 5, 2, 6)), [N, LATENT])
 
 
 @gluon.jit
@@ -188,74 +177,34 @@ def _lift(low, high):
 
 
 @gluon.jit
-def _keys_operand(words, factor, PRODUCT: gl.constexpr):
-    """Operand [64, 64] of the scores: 16 codes of each t of all keys, from words [64, 4, 4] and factors [64, 4, 4].
-
-    Only here a NaN code makes a NaN: the sums need no check, as the weight of a key with a NaN is one.
-    """
-    factor = gl.inline_asm_elementwise(
-        FACTOR_OF_16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [words, factor], gl.int32, is_pure=True, pack=4
-    )
-    a, b, c, d = gl.inline_asm_elementwise(
-        _KEY_TO_BF16, "=h,=h,=h,=h,r,r", [words, factor], _BF16_4, is_pure=True, pack=1
-    )
-    both = gl.join(gl.join(a, b), gl.join(c, d))  # key, t, word, code, two codes
-    both = gl.reshape(gl.permute(both, (0, 2, 4, 1, 3)), [KEYS, 2 * WORDS])
-    return gl.convert_layout(both, gl.DotOperandLayout(0, PRODUCT, 2))
+def words_of_part(codes, scales):
+    """Words of even and of odd keys of a part, [8, 4, 2, 16], and the factors of both."""
+    words = gl.reshape(codes.load(_BY_LATENT), [8, 2, 4, 2, 16])  # key pair, key, group, warp of it, (g, word)
+    even, odd = gl.split(gl.permute(words, (0, 2, 3, 4, 1)))
+    LAYOUT: gl.constexpr = even.type.layout
+    low, high = gl.split(gl.permute(gl.reshape(scales.load(_SCALES_BY_LATENT), [8, 2, 4]), (0, 2, 1)))
+    factor = gl.convert_layout(_lift(low, high), gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    factor, even = gl.broadcast(gl.expand_dims(gl.expand_dims(factor, 2), 3), even)
+    return even, odd, factor
 
 
 @gluon.jit
-def add_scores(scores, codes, scale, queries, PRODUCT: gl.constexpr):
-    """Adds a group, of codes [64, 128] in words and scales [64], to scores [64, N]; queries are [N, 128].
-
-    Operands of one product at a time. Those of the next one under way, all words loaded first and rope from registers
-    too, together, took 128 rows of 16 heads 105 us on an H200 instead of 86 (not in one run).
-    """
-    words = gl.permute(gl.reshape(codes.load(BY_KEY), [KEYS, 4, 2, 4]), (0, 1, 3, 2))
-    halves = gl.split(words)
-    LAYOUT: gl.constexpr = halves[0].type.layout
-    factor = gl.convert_layout(_lift(scale, scale), gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    factor, words = gl.broadcast(gl.expand_dims(gl.expand_dims(factor, 1), 2), halves[0])
-    for i in gl.static_range(2):
-        keys = _keys_operand(halves[i], factor, PRODUCT)
-        part = queries.slice(i * 2 * WORDS, 2 * WORDS, dim=1).permute((1, 0))
-        scores = warpgroup_mma(keys, part, scores, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-    return scores
-
-
-@gluon.jit
-def _latents_operand(even, odd, factor, PRODUCT: gl.constexpr):
-    """Operand [256, 2 P] of the sums, from 2 words of each (w, g) of even and of odd keys [P, 4, 16] and the factors of
-    both. Its row 128 q + 64 y + 16 w + 8 z + g holds byte 2 y + z of word q."""
-    P: gl.constexpr = even.shape[0]
+def latents_operand(even, odd, factor, PRODUCT: gl.constexpr):
+    """bf16 operand [512, 16] of the sums. Its row 256 q + 128 y + 16 w + 8 z + g holds byte 2 y + z of word q of the 8
+    latents 64 w + 8 g. A NaN needs no check: the weight of a key with one is NaN."""
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        _LATENTS_TO_BF16,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-        [even, odd, factor],
-        _BF16_8,
-        is_pure=True,
-        pack=1,
+        _LATENTS_TO_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [even, odd, factor], _BF16_8, is_pure=True, pack=1
     )
     x = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
-    x = gl.reshape(x, [P, 4, 8, 2, 2, 2, 2])  # key pair, w, g, q, key, z, y
-    x = gl.reshape(gl.permute(x, (3, 6, 1, 5, 2, 0, 4)), [256, 2 * P])
+    x = gl.reshape(x, [8, 8, 8, 2, 2, 2, 2])  # key pair, w, g, q, key, z, y
+    x = gl.reshape(gl.permute(x, (3, 6, 1, 5, 2, 0, 4)), [LATENT, PART])
     return gl.convert_layout(x, gl.DotOperandLayout(0, PRODUCT, 2))
 
 
 @gluon.jit
-def latents_operands(codes, scales, PRODUCT: gl.constexpr):
-    """Operands [256, 32] of the sums, of codes [32 keys, 512] in words, and scales."""
-    words = gl.reshape(codes.load(_BY_LATENT), [16, 2, 4, 8, 2, 2])  # key pair, key, w, g, half, word
-    even, odd = gl.split(gl.permute(words, (0, 2, 3, 5, 4, 1)))  # [key pair, w, g, word, half]
-    even_left, even_right = gl.split(even)
-    odd_left, odd_right = gl.split(odd)
-    even_left = gl.reshape(even_left, [16, 4, 16])
-    LAYOUT: gl.constexpr = even_left.type.layout
-    low, high = gl.split(gl.permute(gl.reshape(scales.load(_SCALES_BY_LATENT), [16, 2, 4]), (0, 2, 1)))
-    factor = gl.convert_layout(_lift(low, high), gl.SliceLayout(2, LAYOUT))
-    factor, even_left = gl.broadcast(gl.expand_dims(factor, 2), even_left)
-    left = _latents_operand(even_left, gl.reshape(odd_left, [16, 4, 16]), factor, PRODUCT)
-    even_right = gl.convert_layout(gl.reshape(even_right, [16, 4, 16]), LAYOUT)
-    odd_right = gl.convert_layout(gl.reshape(odd_right, [16, 4, 16]), LAYOUT)
-    return left, _latents_operand(even_right, odd_right, factor, PRODUCT)
+def outputs_of_sums(sums):
+    """Sums [512, N], rows as those of latents_operand, as outputs [N, 512]."""
+    N: gl.constexpr = sums.shape[1]
+    sums = gl.reshape(sums, [2, 2, 8, 2, 8, N])  # q, y, w, z, g, head
+    sums = gl.reshape(gl.permute(sums, (5, 2, 4, 0, 1, 3)), [N, LATENT])
+    return gl.convert_layout(sums, outputs_layout(N))

@@ -1,7 +1,7 @@
 """sparse_mla_decode on Hopper: which of the Gluon kernels serves a call, and how the call is cut; from shapes alone.
 
-sparse_mla_gluon computes blocks of 64 heads; over fp8 pools, sparse_mla_few_heads up to 32, and sparse_mla_registers up
-to 16 where a step has two blocks. A call that none of them can serve is the plain Triton kernel's.
+sparse_mla_gluon computes blocks of 64 heads; over fp8 pools, sparse_mla_few_heads up to 32. A call that neither can
+serve is the plain Triton kernel's.
 
 Legend: T rows, H heads, L latent dim, R rope dim, K lanes of the selection.
 """
@@ -21,7 +21,6 @@ DIMS = (512, 64)  # L, R
 HEADS = 64  # of a tile
 MIN_HEADS = 8  # of bf16 pools, whose kernel computes 64 however many there are
 FEW_HEADS = 32  # up to these, over fp8 pools, the kernel that has heads as columns
-REGISTER_HEADS = 16  # up to these, over fp8 pools and with two blocks a step, the kernel that dequantises in registers
 MAX_SPLITS = 32
 
 # Microseconds of a step, which is two blocks of 64 keys, of what a tile costs apart from its steps, and of the kernel
@@ -91,11 +90,11 @@ def run(
 def launch(
     q_latent, q_rope, pool, topk, count, page_table, req_of_row, scale, sinks, out, lse, chosen: Cut, width: int
 ) -> None:
-    fp8, H = pool.dtype == torch.uint8, q_latent.shape[1]
-    if fp8 and H <= REGISTER_HEADS and chosen.sides == 2:
-        from compiled_dsa.custom_ops.kernels import sparse_mla_registers as kernel
-    elif fp8 and H <= FEW_HEADS:
-        from compiled_dsa.custom_ops.kernels import sparse_mla_few_heads as kernel  # type: ignore[no-redef]
+    if pool.dtype == torch.uint8 and q_latent.shape[1] <= FEW_HEADS:
+        from compiled_dsa.custom_ops.kernels import sparse_mla_few_heads as kernel
+
+        if chosen.sides == 1:  # its steps are of two blocks
+            chosen = Cut(triton.cdiv(chosen.splits, 2), 2)
     else:
         from compiled_dsa.custom_ops.kernels import sparse_mla_gluon as kernel  # type: ignore[no-redef]
 
