@@ -23,6 +23,7 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     KEYS,
     NONE,
     ROPE,
+    TILE_HEADS,
     copy,
     fetch_queries,
     lanes_of_tile,
@@ -81,7 +82,7 @@ mov.b32 $0, low;
 }
 """)
 # $8 to $11: the factor of 16 codes, $4 to $7; NaN where one of them is NaN (0x7F or 0xFF), which would count as 480.
-FACTOR_OF_16 = gl.constexpr("""
+_FACTOR_OF_16 = gl.constexpr("""
 {
 .reg .b32 a, b, c, d;
 .reg .pred nan;
@@ -139,7 +140,7 @@ def _dequantise(codes, factor):
     """bf16 pairs (int32 [64, 64]) of e4m3 ``codes`` (int32 [64, 32], 4 each) with one factor a row."""
     factor, codes = gl.broadcast(gl.expand_dims(factor, 1), codes)
     factor = gl.inline_asm_elementwise(
-        FACTOR_OF_16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [codes, factor], gl.int32, is_pure=True, pack=4
+        _FACTOR_OF_16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [codes, factor], gl.int32, is_pure=True, pack=4
     )
     low, high = gl.inline_asm_elementwise(
         _TO_BF16, "=r,=r,r,r", [codes, factor], (gl.int32, gl.int32), is_pure=True, pack=1
@@ -185,22 +186,16 @@ def _copy_rope(address, there, buffers, barriers, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def store_q_rope(heads, rows, tile, buffer):
-    """Rope of the queries of a tile times 2^-60 into ``buffer`` [N, 64]; 0 for heads past the last."""
-    N: gl.constexpr = buffer.shape[0]
+def _fetch_queries(q_desc, heads, rows, tile, parity, buffers, barriers):
+    """As ``fetch_queries``, and their rope times 2^-60; 0 for heads past the last."""
+    fetch_queries(q_desc, rows, tile, parity, buffers, barriers)
     row, _split, head0 = place_of_tile(rows, tile)
-    head = head0 + gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(1, _QUERIES)), 1)
+    head = head0 + gl.expand_dims(gl.arange(0, TILE_HEADS, layout=gl.SliceLayout(1, _QUERIES)), 1)
     column = gl.expand_dims(gl.arange(0, ROPE, layout=gl.SliceLayout(0, _QUERIES)), 0)
     begin = heads.q_rope + row.to(gl.int64) * heads.q_rope_row
     values = gl.load(begin + (head * heads.q_rope_head + column), mask=head < heads.H, other=0.0)
-    buffer.store((values.to(gl.float32) * (1.0 / LIFT)).to(gl.bfloat16))
+    tile_of(buffers.q_rope, 0).store((values.to(gl.float32) * (1.0 / LIFT)).to(gl.bfloat16))
     fence_async_shared()
-
-
-@gluon.jit
-def _fetch_queries(q_desc, heads, rows, tile, parity, buffers, barriers):
-    fetch_queries(q_desc, rows, tile, parity, buffers, barriers)
-    store_q_rope(heads, rows, tile, tile_of(buffers.q_rope, 0))
     mbarrier.arrive(barriers.q_full, count=1)
 
 
@@ -229,21 +224,9 @@ def _store(half, factors, buffers, barriers, SIDE: gl.constexpr, RIGHT: gl.const
 
 @gluon.jit
 def produce_dequantised(
-    q_desc,
-    heads,
-    pool,
-    rows,
-    ntiles,
-    buffers,
-    barriers,
-    PAGED: gl.constexpr,
-    SIDES: gl.constexpr,
-    FIRST: gl.constexpr,
-    HALVES: gl.constexpr,
-):
-    """HALVES of each block from FIRST on, rope with the right one; queries too, if there is a q_desc."""
+    q_desc, heads, pool, rows, ntiles, buffers, barriers, PAGED: gl.constexpr, SIDES: gl.constexpr
+):  # fmt: skip
     STEP: gl.constexpr = SIDES * KEYS
-    LAST: gl.constexpr = FIRST + HALVES - 1
     ROWS: gl.constexpr = gl.SliceLayout(1, _CODES)
     first = gl.program_id(0)
     hop = gl.num_programs(0)
@@ -252,29 +235,27 @@ def produce_dequantised(
     for tile in range(first, ntiles, hop):
         n, offset = lanes_of_tile(rows, tile, PAGED, STEP)
         address, there = _addresses(pool, slots_of_block(rows, offset, 0, n, PAGED, ROWS))
-        half = _load(address, there, FIRST)
+        half = _load(address, there, 0)
         slots = slots_of_block(rows, offset, 1, n, PAGED, ROWS)
-        if q_desc is not None:  # noqa: SIM102 (decided when compiled)
-            if tile == first:
-                _fetch_queries(q_desc, heads, rows, tile, parity, buffers, barriers)
+        if tile == first:
+            _fetch_queries(q_desc, heads, rows, tile, parity, buffers, barriers)
         for step in range(steps_of(n, STEP)):
             for side in gl.static_range(SIDES):
-                if HALVES == 2:
-                    factors = _factors(half, phase, barriers, side, 0)
-                    following = _load(address, there, 1)
-                    _store(half, factors, buffers, barriers, side, 0)
-                    half = following
+                factors = _factors(half, phase, barriers, side, 0)
+                following = _load(address, there, 1)
+                _store(half, factors, buffers, barriers, side, 0)
+                half = following
                 rope, holds = address, there
                 address, there = _addresses(pool, slots)
-                factors = _factors(half, phase, barriers, side, LAST)
-                if LAST == 1:  # after the waits for both halves, since the weights in rope's place have been read then
-                    _copy_rope(rope, holds, buffers, barriers, side)
-                following = _load(address, there, FIRST)
+                factors = _factors(half, phase, barriers, side, 1)
+                # after the waits for both halves, since the weights in rope's place have been read then
+                _copy_rope(rope, holds, buffers, barriers, side)
+                following = _load(address, there, 0)
                 slots = slots_of_block(rows, offset, SIDES * step + side + 2, n, PAGED, ROWS)
-                _store(half, factors, buffers, barriers, side, LAST)
+                _store(half, factors, buffers, barriers, side, 1)
                 half = following
                 # until the last tile is written, the queries' place holds its output
-                if side == 0 and q_desc is not None:  # noqa: SIM102 (decided when compiled)
+                if side == 0:  # noqa: SIM102 (decided when compiled)
                     if (step == 0) & (tile != first):
                         _fetch_queries(q_desc, heads, rows, tile, parity, buffers, barriers)
             phase ^= 1

@@ -25,7 +25,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -37,7 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from compiled_dsa.custom_ops.kernels.common import LN2, LOG2E, multiprocessors
 from compiled_dsa.custom_ops.kernels.sparse_mla_consume import Heads, tma_store
-from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, as_words, reinterpret
+from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, reinterpret
 from compiled_dsa.custom_ops.kernels.sparse_mla_fragments import (
     CODES,
     GROUPS,
@@ -46,12 +45,16 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_fragments import (
     SCALES,
     STEP,
     WORDS,
+    Buffers,
+    codes_of_stages,
     exponent_of,
     in_order_of_keys_operands,
     keys_operand,
     latents_operand,
     outputs_of_sums,
     power_of_keys,
+    produce_raw,
+    scales_of_stages,
     words_of_group,
     words_of_part,
 )
@@ -61,11 +64,9 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     ROPE,
     L,
     Rows,
-    copy,
     finite_of,
     lanes_of_tile,
     place_of_tile,
-    slots_of_lanes,
     steps_of,
     thread_barrier,
     tile_of,
@@ -74,7 +75,6 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_hopper import FEW_HEADS
 
 _FEWEST = 16  # heads of a tile: products have as many columns at least
 _REGISTERS = gl.constexpr(40)  # of a thread of the producer; the eight warps have what it leaves of 504
-_ROW = gl.constexpr((512 + 4 * 4 + 2 * 64) // 4)  # words of a row of the pool: codes, scales, rope
 _RISE = gl.constexpr(60.0)
 _LOWEST = gl.constexpr(-1e30)  # a reference before any score: all others lie higher by more than 60
 
@@ -82,9 +82,6 @@ _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
 _VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
-# A thread of the producer copies 16 bytes of a row.
-_COPY = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-_COPY_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
 _LOAD_QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 _LOAD_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 _HEADS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
@@ -101,95 +98,13 @@ class _Tensors(NamedTuple):
     q_head: gl.tensor
 
 
-class _Buffers(NamedTuple):
-    """Shared memory and its barriers. The first dim of stages is 2, or 2 * 8 where they are read in parts.
-
-    Rope has one stage: it comes behind the codes of the next step and is needed after those of its own.
-    """
-
-    q_latent: gl.shared_memory_descriptor  # fp16 [1, 1, N, 512], in the order of keys_operand; then the output in bf16
-    q_rope: gl.shared_memory_descriptor  # bf16 [1, N, 64]
-    unit: gl.shared_memory_descriptor  # fp32 [N]: what makes products scores in units of log2
-    reference: gl.shared_memory_descriptor  # fp32 [N]: what is subtracted from them
-    highest: gl.shared_memory_descriptor  # fp32 [8]: how far those of each warp lie above it
-    weights: gl.shared_memory_descriptor  # bf16 [N, 128]
-    codes: gl.shared_memory_descriptor  # int32 [16, 16, 128]
-    scales: gl.shared_memory_descriptor  # fp32 [16, 16, 4]
-    rope: gl.shared_memory_descriptor  # bf16 [128, 64]
-    bound: gl.shared_memory_descriptor  # fp32 [2, 128]: scores are cut to it, -inf for a lane without token
-    full: gl.shared_memory_descriptor  # [2]: written, may be read
-    rope_full: gl.shared_memory_descriptor  # the same of rope
-    empty: gl.shared_memory_descriptor  # read, may be written
-
-
-@gluon.jit
-def _slots(rows, offset, step, n, PAGED: gl.constexpr, LAYOUT: gl.constexpr):
-    lane = step * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, LAYOUT))
-    return slots_of_lanes(rows, offset, lane, n, PAGED)
-
-
-@gluon.jit
-def _copy_rows(pool, slots, word, to):
-    """Words of the rows of slots; zeros for those of -1."""
-    row = gl.expand_dims(gl.maximum(slots, 0).to(gl.int64) * _ROW, 1)
-    copy(to, pool + row + word, mask=gl.expand_dims(slots >= 0, 1))
-
-
-@gluon.jit
-def _codes_of_stages(buffers):
-    return reinterpret(buffers.codes, gl.int32, [2, STEP, GROUPS * WORDS], CODES)
-
-
-@gluon.jit
-def _scales_of_stages(buffers):
-    return reinterpret(buffers.scales, gl.float32, [2, STEP, GROUPS], SCALES)
-
-
-@gluon.jit
-def _copy_rope(pool, slots, buffers):
-    word = gl.expand_dims(gl.arange(0, ROPE // 2, layout=gl.SliceLayout(0, _COPY)), 0)
-    _copy_rows(pool, slots, GROUPS * WORDS + GROUPS + word, as_words(buffers.rope))
-    async_copy.mbarrier_arrive(buffers.rope_full, increment_count=False)
-
-
-@gluon.jit
-def _produce(pool, rows, ntiles, buffers, PAGED: gl.constexpr):
-    word = gl.expand_dims(gl.arange(0, GROUPS * WORDS, layout=gl.SliceLayout(0, _COPY)), 0)
-    group = gl.expand_dims(gl.arange(0, GROUPS, layout=gl.SliceLayout(0, _COPY_SCALES)), 0)
-    count = 0
-    last = gl.full([STEP], -1, gl.int32, layout=gl.SliceLayout(1, _COPY))
-    for tile in range(gl.program_id(0), ntiles, gl.num_programs(0)):
-        n, offset = lanes_of_tile(rows, tile, PAGED, STEP)
-        slots = _slots(rows, offset, 0, n, PAGED, _COPY)
-        scale_slots = _slots(rows, offset, 0, n, PAGED, _COPY_SCALES)
-        for step in range(steps_of(n, STEP)):
-            stage = count & 1
-            full = buffers.full.index(stage)
-            mbarrier.wait(buffers.empty.index(stage), (count >> 1 & 1) ^ 1)
-            if count > 0:  # of the last step: 128 rows of 16 heads take 61 us on an H200 so, 66 with rope in the stage
-                _copy_rope(pool, last, buffers)
-            _copy_rows(pool, slots, word, _codes_of_stages(buffers).index(stage))
-            _copy_rows(pool, scale_slots, GROUPS * WORDS + group, _scales_of_stages(buffers).index(stage))
-            async_copy.mbarrier_arrive(full, increment_count=False)
-            buffers.bound.index(stage).store(gl.where(scale_slots >= 0, float("inf"), NONE))
-            mbarrier.arrive(full, count=1)
-            last = slots
-            # ids are read a step ahead
-            slots = _slots(rows, offset, step + 1, n, PAGED, _COPY)
-            scale_slots = _slots(rows, offset, step + 1, n, PAGED, _COPY_SCALES)
-            count += 1
-    mbarrier.wait(buffers.empty.index(count & 1), (count >> 1 & 1) ^ 1)
-    _copy_rope(pool, last, buffers)
-    async_copy.wait_group(0)
-
-
 @gluon.jit
 def _score(stage, varying, buffers, PRODUCT: gl.constexpr):
     """Scores [128, N] of a step, without their units."""
     N: gl.constexpr = buffers.weights.shape[0]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     q_latent = tile_of(buffers.q_latent, varying)
-    codes, scales = _codes_of_stages(buffers).index(stage), _scales_of_stages(buffers).index(stage)
+    codes, scales = codes_of_stages(buffers).index(stage), scales_of_stages(buffers).index(stage)
     power, inverse = power_of_keys(scales)
     scores = gl.zeros([STEP, N], gl.float32, layout=PRODUCT)
     first, second, factor = words_of_group(codes, scales, inverse, 0)
@@ -397,7 +312,7 @@ def _attend(
     if EARLY:
         gdc_launch_dependents()  # the programs that combine start and wait
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    buffers = _Buffers(
+    buffers = Buffers(
         q_latent=gl.allocate_shared_memory(gl.float16, [1, 1, N, LATENT], _QUERIES),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [1, N, ROPE], _TILE),
         unit=gl.allocate_shared_memory(gl.float32, [N], _VECTOR),
@@ -425,7 +340,7 @@ def _attend(
     gl.warp_specialize(
         [
             (_consume, (tensors, heads, rows, ntiles, unit, zero, buffers, PAGED)),
-            (_produce, (pool, rows, ntiles, buffers, PAGED)),
+            (produce_raw, (pool, rows, ntiles, buffers, PAGED)),
         ],
         [4],
         [_REGISTERS],

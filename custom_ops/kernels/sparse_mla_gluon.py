@@ -129,10 +129,7 @@ def _attend(
             [
                 (consume, (heads, pool, rows, ntiles, unit, zero, buffers, barriers, PAGED, 0, SIDES)),
                 (consume, (heads, pool, rows, ntiles, unit, zero, buffers, barriers, PAGED, 1, SIDES)),
-                (
-                    produce_dequantised,
-                    (q_desc, heads, pool, rows, ntiles, buffers, barriers, PAGED, SIDES, 0, 2),
-                ),
+                (produce_dequantised, (q_desc, heads, pool, rows, ntiles, buffers, barriers, PAGED, SIDES)),
             ],
             [4, 4],
             [_FP8_REGISTERS[0], _FP8_REGISTERS[1]],
