@@ -198,11 +198,17 @@ _PROVIDERS = {  # by their times of decodes in examples/results/h200-ops.json; t
 _SHARING_ROWS = 512  # of a request, on average
 
 
+_IN_ORDER = tuple(_PROVIDERS)
+_DEEP_GEMM_FIRST = ("deep_gemm", *(name for name in _PROVIDERS if name != "deep_gemm"))
+
+
 def _prefill_order(*, q, page_table, deterministic, **_) -> tuple[str, ...]:
     """DeepGEMM's scores first, 3 to 7 % faster (h200-ops.json), where the keys that are laid end to end for it serve
-    many rows; but not where a row must be scored with the same bits as in any other call."""
-    shared = q.shape[0] >= _SHARING_ROWS * page_table.shape[0]
-    return tuple(sorted(_PROVIDERS, key="deep_gemm".__ne__)) if shared and not deterministic else tuple(_PROVIDERS)
+    many rows. Not where a row must be scored with the same bits as in any other call, nor in a capture, which cannot do
+    the work of its first call."""
+    if deterministic or q.shape[0] < _SHARING_ROWS * page_table.shape[0]:
+        return _IN_ORDER
+    return _IN_ORDER if q.is_cuda and torch.cuda.is_current_stream_capturing() else _DEEP_GEMM_FIRST
 
 
 INDEX_TOPK_DECODE = define(
@@ -284,7 +290,8 @@ def index_topk_prefill(
     """``index_topk_decode`` for batches of many rows: on a GPU, all temporary memory fits into ``scratch_bytes``.
 
     Rows are cut as the budget demands; the result does not depend on the cut. Graphs are split here. The reference
-    holds some MB at a time, whatever the budget.
+    holds some MB at a time, whatever the budget. Without ``deterministic``, calls of many rows a request are scored by
+    DeepGEMM where it is installed, but not inside a captured graph: of nearly equal scores others may be chosen there.
     """
     torch.ops.compiled_dsa.index_topk_prefill(
         q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes, positions_out,

@@ -88,6 +88,7 @@ def _mark(
     number,
     heads,
     weights_row,
+    weights_head,
     WORDS: tl.constexpr,
     VECTORS: tl.constexpr,
 ):
@@ -95,7 +96,7 @@ def _mark(
     inside = vector < number
     offset = vector[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     codes = tl.load(words + offset, mask=inside[:, None], other=0)
-    weight = tl.load(weights + vector // heads * weights_row + vector % heads, mask=inside, other=0.0)
+    weight = tl.load(weights + vector // heads * weights_row + vector % heads * weights_head, mask=inside, other=0.0)
     tl.store(marked + vector, tl.where(_any_nan(codes), float("nan"), weight), mask=inside)
 
 
@@ -103,8 +104,8 @@ def mark_weights(q: Tensor, weights: Tensor) -> Tensor:
     """fp32 [T, HI], contiguous: the weights, NaN for heads whose query holds a NaN.
 
     Args:
-        q: e4m3 [T, HI, D], contiguous.
-        weights: fp32 [T, HI], last dim dense.
+        q: e4m3 [T, HI, D], contiguous, aligned to 4 bytes.
+        weights: fp32 [T, HI].
     """
     T, HI, D = q.shape
     marked = torch.empty(T, HI, dtype=torch.float32, device=q.device)
@@ -114,7 +115,7 @@ def mark_weights(q: Tensor, weights: Tensor) -> Tensor:
         marked,
         T * HI,
         HI,
-        weights.stride(0),
+        *weights.stride(),
         WORDS=D // 4,
         VECTORS=_VECTORS,
     )

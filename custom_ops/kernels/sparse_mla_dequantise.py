@@ -38,7 +38,7 @@ from compiled_dsa.custom_ops.layout import LATENT_GROUP
 # In words of 4 bytes: elements of 1 byte that are alive across a loop would take a register each.
 _GROUPS = gl.constexpr(4)  # of a row; behind them lie its scales, then its rope, which has as many bytes as a group
 _GROUP = gl.constexpr(LATENT_GROUP // 4)
-_ROW = gl.constexpr((512 + 4 * 4 + 2 * 64) // 4)
+ROW_WORDS = gl.constexpr((512 + 4 * 4 + 2 * 64) // 4)
 
 # A thread holds 16 bytes of 2 keys, 64 bytes apart. 8 threads that store together then fill the 128 bytes of all banks:
 # 4 of them even parts of a row (each has 16 bytes of codes, 32 of bf16), 4 what the swizzle makes odd ones of the next.
@@ -152,13 +152,13 @@ def _dequantise(codes, factor):
 def _addresses(pool, slots):
     """(addresses [64] of the rows of slots, which of them hold a token)."""
     there = slots >= 0
-    return pool + gl.where(there, slots, 0).to(gl.int64) * _ROW, there
+    return pool + gl.where(there, slots, 0).to(gl.int64) * ROW_WORDS, there
 
 
 @gluon.jit
 def fetch(pool, slots):
     """Has the L2 cache fetch the rows of slots, but for those of -1: a row to a thread."""
-    address = (pool + slots.to(gl.int64) * _ROW).to(gl.int64)
+    address = (pool + slots.to(gl.int64) * ROW_WORDS).to(gl.int64)
     gl.inline_asm_elementwise(_FETCH, "=r,l,r", [address, slots], gl.int32, is_pure=False, pack=1)
 
 

@@ -74,7 +74,7 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
 from compiled_dsa.custom_ops.kernels.sparse_mla_hopper import FEW_HEADS
 
 _FEWEST = 16  # heads of a tile: products have as many columns at least
-_REGISTERS = gl.constexpr(40)  # of a thread of the producer; the eight warps have what it leaves of 504
+_REGISTERS = gl.constexpr(40)  # of a thread of the producer; of the eight warps: half of what it leaves of 504
 _RISE = gl.constexpr(60.0)
 _LOWEST = gl.constexpr(-1e30)  # a reference before any score: all others lie higher by more than 60
 
@@ -204,11 +204,11 @@ def _fetch_queries(tensors, heads, rows, tile, unit, buffers):
     head = head0 + gl.expand_dims(gl.arange(0, N, layout=LATENT_ROWS), 1)
     column = gl.expand_dims(gl.arange(0, LATENT, layout=gl.SliceLayout(0, _LOAD_QUERIES)), 0)
     begin = tensors.q + row.to(gl.int64) * tensors.q_row
-    q = gl.load(begin + (head * tensors.q_head + column), mask=head < heads.H, other=0.0)
+    q = gl.load(begin + (head.to(gl.int64) * tensors.q_head + column), mask=head < heads.H, other=0.0)
     head = head0 + gl.expand_dims(gl.arange(0, N, layout=ROPE_ROWS), 1)
     column = gl.expand_dims(gl.arange(0, ROPE, layout=gl.SliceLayout(0, _LOAD_ROPE)), 0)
     begin = heads.q_rope + row.to(gl.int64) * heads.q_rope_row
-    rope = gl.load(begin + (head * heads.q_rope_head + column), mask=head < heads.H, other=0.0)
+    rope = gl.load(begin + (head.to(gl.int64) * heads.q_rope_head + column), mask=head < heads.H, other=0.0)
     tma.store_wait(0)
     thread_barrier()
     q = q.to(gl.float32)

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, as_words, reinterpret
+from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, ROW_WORDS, as_words, reinterpret
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     LATENT,
     NONE,
@@ -33,7 +33,6 @@ PARTS = gl.constexpr(8)
 WORDS = gl.constexpr(LATENT_GROUP // 4)  # int32, of a group: 4 codes each
 GROUPS = gl.constexpr(4)
 
-_ROW = gl.constexpr((512 + 4 * 4 + 2 * 64) // 4)  # words of a row of the pool: codes, scales, rope
 
 # 16 bytes of 8 keys apart by one or by two lie in different banks.
 CODES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
@@ -150,7 +149,7 @@ def _slots(rows, offset, step, n, PAGED: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _copy_rows(pool, slots, word, to):
     """Words of the rows of slots; zeros for those of -1."""
-    row = gl.expand_dims(gl.maximum(slots, 0).to(gl.int64) * _ROW, 1)
+    row = gl.expand_dims(gl.maximum(slots, 0).to(gl.int64) * ROW_WORDS, 1)
     copy(to, pool + row + word, mask=gl.expand_dims(slots >= 0, 1))
 
 
@@ -203,7 +202,7 @@ def produce_raw(pool, rows, ntiles, buffers, PAGED: gl.constexpr):
 
 
 @triton.constexpr_function
-def outputs_layout(N):
+def _outputs_layout(N):
     """Of outputs [N, 512]: the latents of a thread are neighbours, and its own already."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [1, 0], *([8 << i, 0] for i in range((N // 8).bit_length() - 1))],
@@ -305,4 +304,4 @@ def outputs_of_sums(sums):
     N: gl.constexpr = sums.shape[1]
     sums = gl.reshape(sums, [2, 2, 8, 2, 8, N])  # q, y, w, z, g, head
     sums = gl.reshape(gl.permute(sums, (5, 2, 4, 0, 1, 3)), [N, LATENT])
-    return gl.convert_layout(sums, outputs_layout(N))
+    return gl.convert_layout(sums, _outputs_layout(N))

@@ -1,7 +1,7 @@
 """The producer of sparse_mla_gluon, which gathers latents into shared memory, and what it shares with the consumers.
 
 Legend: T rows, H heads, K lanes of the selection, B requests, S splits of a row. A tile is 64 heads of one split of
-one row. Pools of fp8 have a producer of their own, sparse_mla_dequantise.
+one row, or all of up to 32. Pools of fp8 have producers of their own: sparse_mla_dequantise, sparse_mla_fragments.
 """
 
 from typing import NamedTuple
@@ -23,13 +23,13 @@ KEYS = gl.constexpr(PAGE)  # of a block; one of a request's own positions is the
 NONE = gl.constexpr(float("-inf"))
 
 # A thread copies 16 bytes of 4 keys, 64 columns apart.
-GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-GATHER_ROWS = gl.constexpr(gl.SliceLayout(1, GATHER))
+_GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+_GATHER_ROWS = gl.constexpr(gl.SliceLayout(1, _GATHER))
 
 # Triton 3.9 has renamed them.
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 class Buffers(NamedTuple):
@@ -139,7 +139,7 @@ def slots_of_block(rows, offset, block, n, PAGED: gl.constexpr, LAYOUT: gl.const
 def _gather_left(stage, phase, keys, there, buffers, barriers):
     """Latents [0, 256) of a block. ``keys`` are addresses [64, 1]; a copy of all columns at once needs no barrier
     between its parts, and their offsets are immediates."""
-    column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, GATHER)), 0)
+    column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, _GATHER)), 0)
     mbarrier.wait(barriers.left_empty.index(stage), phase)
     copy(buffers.k_left.index(stage), keys + column, mask=there)
     async_copy.mbarrier_arrive(barriers.left_full.index(stage), increment_count=False)
@@ -148,8 +148,8 @@ def _gather_left(stage, phase, keys, there, buffers, barriers):
 @gluon.jit
 def _gather_right(stage, phase, keys, there, bound, buffers, barriers):
     """Latents [256, 512) and rope of a block, and which of its lanes count."""
-    column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, GATHER)), 0)
-    rope_column = gl.expand_dims(gl.arange(0, ROPE, layout=gl.SliceLayout(0, GATHER)), 0)
+    column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, _GATHER)), 0)
+    rope_column = gl.expand_dims(gl.arange(0, ROPE, layout=gl.SliceLayout(0, _GATHER)), 0)
     mbarrier.wait(barriers.right_empty.index(stage), phase)
     copy(buffers.k_right.index(stage), keys + (HALF + column), mask=there)
     copy(buffers.k_rope.index(stage), keys + (LATENT + rope_column), mask=there)
@@ -171,8 +171,8 @@ def fetch_queries(q_desc, rows, tile, parity, buffers, barriers):
     row, _split, head = place_of_tile(rows, tile)
     mbarrier.wait(barriers.q_empty, parity ^ 1)
     mbarrier.expect(barriers.q_full, TILE_HEADS * LATENT * 2)
-    tma_load(q_desc, [row, head, 0], barriers.q_full, buffers.q_left.index(0))
-    tma_load(q_desc, [row, head, HALF], barriers.q_full, buffers.q_right.index(0))
+    _tma_load(q_desc, [row, head, 0], barriers.q_full, buffers.q_left.index(0))
+    _tma_load(q_desc, [row, head, HALF], barriers.q_full, buffers.q_right.index(0))
 
 
 @gluon.jit
@@ -181,7 +181,7 @@ def produce(q_desc, pool, rows, ntiles, buffers, barriers, PAGED: gl.constexpr, 
     first = gl.program_id(0)
     hop = gl.num_programs(0)
     n, offset = lanes_of_tile(rows, first, PAGED, STEP)
-    slots = slots_of_block(rows, offset, 0, n, PAGED, GATHER_ROWS)
+    slots = slots_of_block(rows, offset, 0, n, PAGED, _GATHER_ROWS)
     phase = 1
     parity = 0
     for tile in range(first, ntiles, hop):
@@ -195,12 +195,12 @@ def produce(q_desc, pool, rows, ntiles, buffers, barriers, PAGED: gl.constexpr, 
                 there = gl.expand_dims(there, 1)
                 # ids are read a block ahead, also across tiles
                 if side + 1 < SIDES:
-                    slots = slots_of_block(rows, offset, 2 * step + 1, n, PAGED, GATHER_ROWS)
+                    slots = slots_of_block(rows, offset, 2 * step + 1, n, PAGED, _GATHER_ROWS)
                 else:
                     last = step == steps - 1
                     ahead = gl.where(last, 0, SIDES * (step + 1))
                     ids = gl.where(last, next_offset, offset)
-                    slots = slots_of_block(rows, ids, ahead, gl.where(last, next_n, n), PAGED, GATHER_ROWS)
+                    slots = slots_of_block(rows, ids, ahead, gl.where(last, next_n, n), PAGED, _GATHER_ROWS)
                 _gather_left(side, phase, keys, there, buffers, barriers)
                 _gather_right(side, phase, keys, there, bound, buffers, barriers)
             if step == 0:

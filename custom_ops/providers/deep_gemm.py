@@ -75,6 +75,8 @@ def refuses(
     )
     if reason is not None or scratch_bytes is None:
         return reason
+    if not q.is_contiguous() or q.data_ptr() % 16:
+        return "q is not contiguous and aligned to 16 bytes"
     if page_table.numel() * PAGE >= 2**31:
         return f"page_table has {page_table.numel()} entries; keys laid end to end have int32 numbers"
     needed = _held_bytes(q, page_table) + _tile_rows(HI) * _row_bytes(page_table, topk_out.shape[1])
@@ -178,7 +180,6 @@ def _prefill(
     T, K = topk_out.shape
     columns = page_table.shape[1] * PAGE
     cut = _cut(T, q.shape[1], page_table, K, scratch_bytes - _held_bytes(q, page_table), q.device)
-    q = q.contiguous()
     weights = mark_weights(q, weights)
     keys, scales = gather_index_keys(pool, page_table)
     lists = torch.empty(cut.programs, cut.listed, dtype=torch.int64, device=q.device)

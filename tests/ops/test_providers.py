@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compiled_dsa.custom_ops import INDEX_TOPK_DECODE, INDEX_TOPK_PREFILL, MLA_PREFILL, OPS, SPARSE_MLA_DECODE, Op
-from compiled_dsa.custom_ops.layout import FP8, PAGE, latent_pool_shape, split_index_pool, split_latent_pool
+from compiled_dsa.custom_ops.layout import FP8, PAGE, latent_pool_shape, split_latent_pool
 from compiled_dsa.custom_ops.providers import common
 from compiled_dsa.testing import (
     attention_oracle,
@@ -23,54 +23,9 @@ from compiled_dsa.testing import (
     random_latent_pool,
     random_page_table,
 )
-from tests.ops import fake_libraries
+from tests.ops.provider_cases import cpu_only, fakes, index_arguments, run_index
 
-FOLDER = "compiled_dsa.custom_ops.providers"
-MODULES = {"deep_gemm": ["deep_gemm"], "flashinfer": ["flashinfer"], "flash_mla": ["flash_mla", "flash_mla_prefill"]}
-
-cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins and Triton's interpreter are for a CPU")
-
-
-@pytest.fixture
-def fakes(monkeypatch):
-    """The providers over stand-ins, on any device; by name of the library."""
-    modules = {}
-    for library, stems in MODULES.items():
-        monkeypatch.setitem(sys.modules, library, getattr(fake_libraries, library)())
-        for stem in stems:
-            monkeypatch.delitem(sys.modules, f"{FOLDER}.{stem}", raising=False)
-    monkeypatch.setattr(common, "refuses_device", lambda pool: None)
-    for stems in MODULES.values():
-        for stem in stems:
-            modules[stem] = importlib.import_module(f"{FOLDER}.{stem}")
-    yield modules
-    for stem in modules:
-        sys.modules.pop(f"{FOLDER}.{stem}")
-
-
-def index_arguments(HI=32, D=64, K=40, dtype=FP8, deterministic=False, budget=None, device="cpu"):
-    """Rows that see none, few and many keys, one request with a page outside the pool, NaN scales, ties at 0."""
-    table = random_page_table(3, 3, 12, device)
-    table[1, 1] = -7
-    pool = random_index_pool(12, D, dtype, device)
-    if dtype == FP8:
-        keys, scales = split_index_pool(pool)
-        scales[table[2, 0], 5] = torch.nan
-        keys.view(torch.uint8)[table[0, 0], 8:40] = 0  # scores of 0
-    requests = torch.tensor([0, 0, 1, 2, 2, 1], dtype=torch.int32, device=device)
-    visible = torch.tensor([190, 3, 192, 100, 0, 70], dtype=torch.int32, device=device)
-    q = torch.randn(6, HI, D, device=device).to(dtype)
-    weights = torch.randn(6, HI, device=device)
-    out = poisoned(6, K, dtype=torch.int32, device=device)
-    args = (q, weights, pool, table, requests, visible, out, deterministic)
-    return args if budget is None else (*args, budget)
-
-
-def run_index(op: Op, provider: str, args):
-    op.overload(*args, provider=provider)
-    q, weights, pool, table, requests, visible, out = args[:7]
-    check_topk(out, visible, *index_scores_oracle(q, weights, pool, table, requests, visible))
-    return out
+__all__ = ["fakes"]  # a fixture
 
 
 @cpu_only
@@ -132,74 +87,6 @@ def test_infinities_and_nan(fakes, provider):
 def test_rows_of_few_keys_need_no_scores(fakes, K):
     for provider in ("deep_gemm", "flashinfer", "torch"):
         run_index(INDEX_TOPK_DECODE, provider, index_arguments(K=K))
-
-
-@cpu_only
-def test_long_rows_of_deep_gemm_get_maxima(fakes, monkeypatch):
-    from compiled_dsa.custom_ops.kernels import select
-
-    for name in ("DIRECT_SCORES", "DIRECT_SCORES_PREFILL", "NARROWED_MAXIMA"):
-        monkeypatch.setattr(select, name, 64)
-    monkeypatch.setattr(select, "SMALLEST_TILE", 64)
-    run_index(INDEX_TOPK_DECODE, "deep_gemm", index_arguments(K=10))
-    run_index(INDEX_TOPK_PREFILL, "deep_gemm", index_arguments(K=10, budget=1 << 20))
-
-
-@cpu_only
-@pytest.mark.parametrize("where", ["key", "query"])
-def test_nan_among_codes_is_seen_in_a_prefill(fakes, where):
-    """By the reference such a key is never chosen, and a row with such a query chooses nothing."""
-    args = index_arguments(deterministic=True, budget=1 << 20)
-    pool, table, chosen = args[2], args[3], args[6]
-    codes = split_index_pool(pool)[0].view(torch.uint8)[table[2, 1], 4:9] if where == "key" else args[0][3, 7:8]
-    codes.view(torch.uint8)[0, 5] = 0xFF
-    want = torch.empty_like(chosen)
-    INDEX_TOPK_PREFILL.reference(*args[:6], want, True)
-    INDEX_TOPK_PREFILL.overload(*args, provider="deep_gemm")
-    assert torch.equal(chosen, want)
-    assert (want[3] == -1).all() if where == "query" else not (want == table[2, 1] * PAGE + 4).any()
-
-
-@cpu_only
-def test_long_rows_of_a_deep_gemm_prefill_are_selected_by_lists(fakes, monkeypatch):
-    from compiled_dsa.custom_ops.kernels import select_listed
-
-    for name in ("LISTED_SCORES", "SMALLEST_LIST", "LARGEST_LIST", "SAMPLE"):
-        monkeypatch.setattr(select_listed, name, 64)
-    module, called = fakes["deep_gemm"], []
-
-    def write(*args, **options):
-        called.append(args[0].shape[0])
-        select_listed.write_slots_listed(*args, **options)
-
-    monkeypatch.setattr(module, "write_slots_listed", write)
-    run_index(INDEX_TOPK_PREFILL, "deep_gemm", index_arguments(K=10, budget=1 << 20))
-    run_index(INDEX_TOPK_PREFILL, "deep_gemm", index_arguments(K=10, budget=46_000))
-    assert called == [6, 4, 2], "the second budget holds part of the rows"
-
-
-@cpu_only
-@pytest.mark.parametrize(("room", "rows"), [(1 << 30, 5000), (5_000_000, 2376), (4_300_000, 1848), (40_000, 18)])
-def test_deep_gemm_scores_rows_of_whole_turns(fakes, room, rows):
-    """64 heads: tiles of 2 rows, 132 of them at a time."""
-    table = torch.zeros(1, 8, dtype=torch.int32)
-    cut = fakes["deep_gemm"]._cut(5000, 64, table, 40, room, table.device)
-    assert (cut.rows >= 5000) if rows == 5000 else (cut.rows == rows)
-    assert min(cut.rows, 5000) * fakes["deep_gemm"]._row_bytes(table, 40) <= room
-
-
-@pytest.mark.parametrize(
-    ("rows", "deterministic", "first"),
-    [(1024, False, "deep_gemm"), (1023, False, "triton"), (1024, True, "triton")],
-)
-def test_a_prefill_of_many_rows_is_deep_gemms_first(rows, deterministic, first):
-    """Two requests; a deterministic one is scored as any other call scores it."""
-    q, table, out = torch.empty(rows, 2, 64), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(rows, 4)
-    args = (q, q[..., 0], q, table, table, table, out, deterministic, 1 << 20)
-    names = INDEX_TOPK_PREFILL.candidates(torch.device("cuda"), *args)
-    assert names[0] == first and set(names) == set(INDEX_TOPK_PREFILL.providers)
-    assert INDEX_TOPK_PREFILL.candidates(torch.device("cpu"), *args) == ("reference",)
-    assert INDEX_TOPK_DECODE.candidates(torch.device("cuda"), *args[:8])[0] == "triton"
 
 
 def attention_arguments(H, dtype, K=70, sinks=True, R=64, device="cpu"):

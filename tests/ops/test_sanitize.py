@@ -131,7 +131,7 @@ def test_attention(pool_dtype, paged, H, sinks):
 
 
 @pytest.mark.parametrize("pool_dtype", [FP8, torch.bfloat16])
-@pytest.mark.parametrize("H", [9, 64])
+@pytest.mark.parametrize("H", [9, 17, 64])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_attention_in_steps_of_two_blocks(pool_dtype, H, splits):
     """The Gluon kernels as longer selections have them, with more tiles than programs."""
@@ -145,6 +145,18 @@ def test_attention_in_steps_of_two_blocks(pool_dtype, H, splits):
     args = (q, rope, pool, topk, count, table[:2], requests, 0.05, random(H, dtype=torch.float32), out, lse)
     sparse_mla_hopper.launch(*args, sparse_mla_hopper.Cut(splits, 2), topk.shape[1])
     assert out.isfinite().all()
+
+
+def test_index_keys_laid_end_to_end():
+    from compiled_dsa.custom_ops.kernels.gather_index_keys import gather_index_keys, mark_weights
+
+    pool, table = random_index_pool(3, 64, FP8, "cuda"), int32(2, -1, 0, 3)[None]
+    keys, scales = gather_index_keys(pool, table)
+    assert keys.shape == (256, 64) and torch.equal(
+        scales.isnan().view(4, 64).all(1), torch.tensor([0, 1, 0, 1]).cuda() > 0
+    )
+    weights = random(T, 7, dtype=torch.float32)
+    assert torch.equal(mark_weights(random(T, 7, 64).to(FP8), weights), weights)
 
 
 def test_fp8_pool_dequantised_whole():

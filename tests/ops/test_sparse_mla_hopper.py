@@ -142,6 +142,29 @@ def test_blocks_of_other_magnitude(hopper, monkeypatch, H, factor):
 
 
 @gpu
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("chosen", [Cut(1, 2), Cut(2, 2)])
+@pytest.mark.parametrize("step", [-70, 35, 50, 70])
+@pytest.mark.parametrize("H", [16, 32, 64])
+def test_scores_that_rise_and_fall(hopper, monkeypatch, H, step, chosen, sinks):
+    """From one block of 128 keys to the next, by ``step`` for the first head, less for others, nothing for the last."""
+    monkeypatch.setattr(sparse_mla_hopper, "cut", lambda *_: chosen)
+    args = inputs("fp8", 3, H, 1024, sinks)
+    args[0].zero_()
+    args[1].zero_()
+    args[1][..., 0] = torch.linspace(step / args[7], 0, H, device="cuda")
+    args[2] = random_latent_pool(PAGES, 512, 64, FP8, "cuda")
+    split_latent_pool(args[2], 512, 64)[2][..., 0] = torch.arange(PAGES, device="cuda")[:, None] // 2
+    args[3][:] = torch.arange(1024, dtype=torch.int32, device="cuda")
+    args[4].fill_(1024)
+    out, lse = run(args)
+    want, want_lse = attention_oracle(*args)
+    atol, _ = attention_tolerance(torch.zeros_like(args[0]), torch.zeros_like(args[1]), args[2], args[7])
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=atol)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-3)
+
+
+@gpu
 @pytest.mark.parametrize("H", [16, 64])
 @pytest.mark.parametrize("pool", POOLS)
 def test_own_positions_of_requests(hopper, pool, H):
