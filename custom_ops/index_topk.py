@@ -188,28 +188,12 @@ ARGUMENTS = (
     "Tensor(a!) topk_out, bool deterministic"
 )
 OPTIONS = "Tensor(b!)? positions_out=None, int init_tokens=0, int local_tokens=0"
-_PROVIDERS = {  # by their times of decodes in examples/results/h200-ops.json; torch is for comparisons
+_PROVIDERS = {  # by their times in examples/results/h200-ops.json; torch is for comparisons
     "triton": "compiled_dsa.custom_ops.kernels.index_topk",
     "deep_gemm": "compiled_dsa.custom_ops.providers.deep_gemm",
     "flashinfer": "compiled_dsa.custom_ops.providers.flashinfer",
     "torch": "compiled_dsa.custom_ops.providers.torch_topk",
 }
-
-_SHARING_ROWS = 512  # of a request, on average
-
-
-_IN_ORDER = tuple(_PROVIDERS)
-_DEEP_GEMM_FIRST = ("deep_gemm", *(name for name in _PROVIDERS if name != "deep_gemm"))
-
-
-def _prefill_order(*, q, page_table, deterministic, **_) -> tuple[str, ...]:
-    """DeepGEMM's scores first, 3 to 7 % faster (h200-ops.json), where the keys that are laid end to end for it serve
-    many rows. Not where a row must be scored with the same bits as in any other call, nor in a capture, which cannot do
-    the work of its first call."""
-    if deterministic or q.shape[0] < _SHARING_ROWS * page_table.shape[0]:
-        return _IN_ORDER
-    return _IN_ORDER if q.is_cuda and torch.cuda.is_current_stream_capturing() else _DEEP_GEMM_FIRST
-
 
 INDEX_TOPK_DECODE = define(
     f"index_topk_decode({ARGUMENTS}, {OPTIONS})", check=check_decode, reference=reference, providers=_PROVIDERS
@@ -219,7 +203,6 @@ INDEX_TOPK_PREFILL = define(
     check=check_prefill,
     reference=reference,
     providers=_PROVIDERS,
-    order=_prefill_order,
     split=True,
     rows={"q": None, "weights": None, "req_of_row": None, "visible": None, "topk_out": -1, "positions_out": -1},
 )
@@ -290,8 +273,7 @@ def index_topk_prefill(
     """``index_topk_decode`` for batches of many rows: on a GPU, all temporary memory fits into ``scratch_bytes``.
 
     Rows are cut as the budget demands; the result does not depend on the cut. Graphs are split here. The reference
-    holds some MB at a time, whatever the budget. Without ``deterministic``, calls of many rows a request are scored by
-    DeepGEMM where it is installed, but not inside a captured graph: of nearly equal scores others may be chosen there.
+    holds some MB at a time, whatever the budget.
     """
     torch.ops.compiled_dsa.index_topk_prefill(
         q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, scratch_bytes, positions_out,

@@ -40,7 +40,6 @@ class Op:
             between segments, None for one that is only read (capture.py).
         arguments: name -> default value, in the order of the schema.
         library: the reference is a library's product, which runs on a GPU where the providers refuse.
-        order: the names in the order in which they are tried on a GPU, from the arguments; None: that of ``providers``.
     """
 
     name: str
@@ -51,7 +50,6 @@ class Op:
     rows: dict[int, float | None] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     library: bool = False
-    order: Callable[..., tuple[str, ...]] | None = None
 
     @property
     def overload(self) -> torch._ops.OpOverload:
@@ -67,12 +65,11 @@ class Op:
     def names(self) -> tuple[str, ...]:
         return (REFERENCE, *self.providers)
 
-    def candidates(self, device: torch.device, *args) -> tuple[str, ...]:
+    def candidates(self, device: torch.device) -> tuple[str, ...]:
         """The names tried in order where none was asked for."""
         if device.type == "cpu":
             return (REFERENCE,)
-        names = tuple(self.providers) if self.order is None else self.order(**self.by_name(args))
-        return (*names, REFERENCE) if self.library else names
+        return (*self.providers, REFERENCE) if self.library else tuple(self.providers)
 
     def module(self, provider: str) -> ModuleType:
         """A provider's module, imported when first asked for."""
@@ -99,7 +96,7 @@ class Op:
             ValueError: the provider named refuses, or none of the ordered ones accepts; the message has the reasons.
         """
         reasons = []
-        for name in self.candidates(_device(args), *args) if provider is None else (provider,):
+        for name in self.candidates(_device(args)) if provider is None else (provider,):
             reason = self.refusal(name, *args)
             if reason is None:
                 return name
@@ -169,7 +166,6 @@ def define(
     split: bool = False,
     rows: dict[str, float | None] | None = None,
     library: bool = False,
-    order: Callable[..., tuple[str, ...]] | None = None,
 ) -> Op:
     """Registers an op.
 
@@ -180,7 +176,6 @@ def define(
         rows: of a split op, name of each argument with one entry a row -> what its padding rows hold after a call
             between segments, None for one that is only read.
         library: is the reference a library's product, to run on a GPU where the providers refuse?
-        order: as of ``Op``.
     """
     name, arguments = schema.rstrip(")").split("(", 1)
     tags = [torch.Tag.needs_fixed_stride_order] + ([torch.Tag.cudagraph_unsafe] if split else [])
@@ -191,7 +186,7 @@ def define(
     defaults = {a.name: a.default_value for a in schema_arguments if not a.kwarg_only}
     places = list(defaults)
     by_place = {places.index(argument): fill for argument, fill in (rows or {}).items()}
-    op = Op(name, check, reference, providers, split, by_place, defaults, library, order)
+    op = Op(name, check, reference, providers, split, by_place, defaults, library)
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, op.__call__, key)
 

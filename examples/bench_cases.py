@@ -1,8 +1,8 @@
 """What bench_ops.py measures: ops at the attention sizes of DeepSeek-V3.2 and GLM-5, and who else computes the same.
 
-``triton`` is ours; a prefill runs ``deep_gemm`` by default, which is its scores and our selection. Providers keep an
-op's whole contract; names with ``alone`` are a library as its users call it, on inputs in the form that it wants, with
-schedules made once a step and not once a layer; ``inductor alone`` is torch.compile's part of peer_pointwise.py.
+``triton`` is ours. Other providers of an op keep its whole contract; names with ``alone`` are a library as its users
+call it, on inputs in the form that it wants, with schedules made once a step and not once a layer; ``inductor alone``
+is torch.compile's part of peer_pointwise.py.
 
 Legend: T rows, B requests, HI index heads, D index head dim, H heads, L + R latent and rope dims, K top-k.
 """

@@ -68,7 +68,7 @@ def sample_arguments(op: str, pool_dtype: torch.dtype, device: torch.device) -> 
 def serving(op: Op, args: tuple, device: torch.device) -> tuple[str | None, dict[str, str | None]]:
     """The provider that runs ``args`` when none is named, and the others with their reasons (None: only by name)."""
     reasons = {name: op.refusal(name, *args) for name in op.names()}
-    chosen = next((name for name in op.candidates(device, *args) if reasons[name] is None), None)
+    chosen = next((name for name in op.candidates(device) if reasons[name] is None), None)
     return chosen, {name: reason for name, reason in reasons.items() if name != chosen}
 
 

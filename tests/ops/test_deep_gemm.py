@@ -1,4 +1,4 @@
-"""index_topk around DeepGEMM beyond what providers share: maxima and lists of long rows, NaN, cuts, when it is first.
+"""index_topk around DeepGEMM beyond what providers share: maxima and lists of long rows, NaN, cuts, strides.
 
 On a CPU the library is a stand-in, as in test_providers.
 """
@@ -85,17 +85,3 @@ def test_lists_are_in_the_budget(fakes):
         cut = module._cut(5000, 64, table, 2048, room, table.device)
         assert cut.programs > 0 and cut.rows >= 2
         assert min(cut.rows, 5000) * module._row_bytes(table, 2048) + 8 * cut.listed * cut.programs <= room
-
-
-@pytest.mark.parametrize(
-    ("rows", "deterministic", "first"),
-    [(1024, False, "deep_gemm"), (1023, False, "triton"), (1024, True, "triton")],
-)
-def test_a_prefill_of_many_rows_is_deep_gemms_first(rows, deterministic, first):
-    """Two requests; a deterministic one is scored as any other call scores it."""
-    q, table, out = torch.empty(rows, 2, 64), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(rows, 4)
-    args = (q, q[..., 0], q, table, table, table, out, deterministic, 1 << 20)
-    names = INDEX_TOPK_PREFILL.candidates(torch.device("cuda"), *args)
-    assert names[0] == first and set(names) == set(INDEX_TOPK_PREFILL.providers)
-    assert INDEX_TOPK_PREFILL.candidates(torch.device("cpu"), *args) == ("reference",)
-    assert INDEX_TOPK_DECODE.candidates(torch.device("cuda"), *args[:8])[0] == "triton"
