@@ -122,7 +122,7 @@ _LATENTS_TO_BF16 = gl.constexpr(
 class Buffers(NamedTuple):
     """Shared memory and its barriers. The first dim of stages is 2, or 2 * 8 where they are read in parts.
 
-    Rope has one stage: it comes behind the codes of the next step and is needed after those of its own.
+    Rope has one stage: that of a step is copied with the codes of the next one, and is needed after its own codes.
     """
 
     q_latent: gl.shared_memory_descriptor  # fp16 [1, 1, N, 512], in the order of keys_operand; then the output in bf16

@@ -19,7 +19,7 @@ from compiled_dsa.custom_ops.layout import PAGE
 CAPABILITY = (9, 0)  # wgmma is Hopper's alone
 DIMS = (512, 64)  # L, R
 HEADS = 64  # of a tile
-MIN_HEADS = 8  # of bf16 pools, whose kernel computes 64 however many there are
+MIN_HEADS = 8  # fewer are the plain kernel's: sparse_mla_gluon computes 64 however many there are
 FEW_HEADS = 32  # up to these, over fp8 pools, the kernel that has heads as columns
 MAX_SPLITS = 32
 
