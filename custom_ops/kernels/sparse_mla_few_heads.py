@@ -8,8 +8,10 @@ half as large as a converted one, and no converted key passes through shared mem
 fill the registers: 128 rows of 128 heads took 187 us on an H200 at best, sparse_mla_gluon 193.)
 
 Scores are products of fp16: codes times their scale relative to the largest of their key, and queries relative to the
-largest of their head, both by powers of two that scores are multiplied with afterwards; fp16 has 3 bits more than bf16,
-and what it cannot hold is less than 2^-24 of the largest.
+largest of their head, rope included, both by powers of two that scores are multiplied with afterwards. fp16 has 3 bits
+more than bf16, but not its range: codes times relative scales lose bits below 2^-14, queries below 2^-28 of the
+largest. The largest scale of a key may be 2^-57 and more, as in sparse_mla_dequantise, the largest query of a head
+2^-63 and more.
 
 Weights are relative to a reference of each head that is the largest score only at first. It rises when a score lies 60
 above it (in units of log2), which bf16 weights and fp32 sums bear: nearly always nothing that was summed is rescaled,
@@ -214,7 +216,7 @@ def _fetch_queries(tensors, heads, rows, tile, unit, buffers):
     q = q.to(gl.float32)
     rope = rope.to(gl.float32)
     largest = gl.convert_layout(gl.max(gl.abs(rope), axis=1), LATENT_ROWS)
-    exponent = exponent_of(gl.maximum(gl.max(gl.abs(q), axis=1), largest), 64, 255)
+    exponent = exponent_of(gl.maximum(gl.max(gl.abs(q), axis=1), largest), 64, 255)  # biased: from 2^-63 on
     inverse = ((252 << 23) - (exponent - (16 << 23))).to(gl.float32, bitcast=True)  # the largest is then near 2^14
     buffers.unit.store((exponent - (14 << 23)).to(gl.float32, bitcast=True) * unit)
     buffers.reference.store(gl.full([N], _LOWEST, gl.float32, layout=LATENT_ROWS))
@@ -227,7 +229,7 @@ def _fetch_queries(tensors, heads, rows, tile, unit, buffers):
 
 
 @gluon.jit
-def _write(acc, total, o_desc, heads, rows, tile, buffers, PRODUCT: gl.constexpr):
+def _write(acc, total, heads, rows, tile, buffers, PRODUCT: gl.constexpr):
     """The output of a tile, whose copy out is then under way, and its log-sum-exp."""
     N: gl.constexpr = buffers.weights.shape[0]
     COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
@@ -252,7 +254,7 @@ def _write(acc, total, o_desc, heads, rows, tile, buffers, PRODUCT: gl.constexpr
     tile_of(out, 0).store(outputs_of_sums((acc * gl.expand_dims(factor, 0)).to(gl.bfloat16)))
     fence_async_shared()
     thread_barrier()
-    tma_store(o_desc, [part, head0, 0], out.index(0))
+    tma_store(heads.o_desc, [part, head0, 0], out.index(0))
 
 
 @gluon.jit
@@ -273,7 +275,7 @@ def _consume(tensors, heads, rows, ntiles, unit, zero, buffers, PAGED: gl.conste
         for i in range(steps):
             acc, total = _step(acc, total, begin + i, buffers, zero, PRODUCT)
         begin += steps
-        _write(acc, total, heads.o_desc, heads, rows, tile, buffers, PRODUCT)
+        _write(acc, total, heads, rows, tile, buffers, PRODUCT)
         if tile + hop < ntiles:
             _fetch_queries(tensors, heads, rows, tile + hop, unit, buffers)
     tma.store_wait(0)

@@ -33,7 +33,6 @@ PARTS = gl.constexpr(8)
 WORDS = gl.constexpr(LATENT_GROUP // 4)  # int32, of a group: 4 codes each
 GROUPS = gl.constexpr(4)
 
-
 # 16 bytes of 8 keys apart by one or by two lie in different banks.
 CODES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -89,6 +88,7 @@ _SCALES_BY_LATENT = gl.constexpr(
 # A thread of the producer copies 16 bytes of a row.
 _COPY = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 _COPY_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
+
 _F16_4 = gl.constexpr((gl.float16,) * 4)
 _BF16_8 = gl.constexpr((gl.bfloat16,) * 8)
 
@@ -223,7 +223,7 @@ def exponent_of(x, LOWEST: gl.constexpr, HIGHEST: gl.constexpr):
 @gluon.jit
 def power_of_keys(scales):
     """(a power of two near the largest scale of each key, its inverse), fp32 [128]."""
-    exponent = exponent_of(gl.max(gl.abs(scales.load(_SCALES_BY_KEY)), axis=1), 70, 253)
+    exponent = exponent_of(gl.max(gl.abs(scales.load(_SCALES_BY_KEY)), axis=1), 70, 253)  # biased: 2^-57 to 2^126
     return exponent.to(gl.float32, bitcast=True), ((254 << 23) - exponent).to(gl.float32, bitcast=True)
 
 
