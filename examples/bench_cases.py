@@ -243,7 +243,7 @@ def logits(args: tuple) -> Callable[[], Tensor]:
 
 def index_scores(providers: list[str], model: str, rows: int, context: int) -> Work:
     """Scores without a selection; the FLOP are those of visible keys."""
-    from compiled_dsa.custom_ops.kernels.index_topk import write_scores
+    from compiled_dsa.custom_ops.kernels.index_scores import write_scores
 
     inputs, moved, flop = prefill_rows(model, rows, context)
     scores = torch.empty(rows, context, device=DEVICE)

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from compiled_dsa.custom_ops.kernels import index_topk as triton_topk
 from compiled_dsa.custom_ops.kernels.adapters import order_scores, write_positions
 from compiled_dsa.custom_ops.kernels.in_order import write_selection
+from compiled_dsa.custom_ops.kernels.index_scores import write_scores
 from compiled_dsa.custom_ops.layout import PAGE
 
 Selection = Callable[[Tensor, Tensor], Tensor]
@@ -72,7 +72,7 @@ def run(
         part = slice(start, min(start + rows_at_once, T))
         rows = (page_table, req_of_row[part], visible[part])
         some = scores[: part.stop - start]
-        triton_topk.write_scores(
+        write_scores(
             q[part], weights[part], pool, *rows, some, some, K, 0, rows_per_request, init_tokens, local_tokens
         )  # no maxima
         order_scores(some, rows[2], K)

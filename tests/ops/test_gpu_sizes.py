@@ -39,7 +39,7 @@ def causal(extend, prefix):
 @pytest.mark.parametrize("name", ["index_topk_decode", "index_topk_prefill"])
 def test_index_topk(model, index_dtype, name):
     HI = MODELS[model][1]
-    extend, prefix = ([1, 1, 1, 1], [8191, 2047, 2048, 5000]) if "decode" in name else ([40, 33], [6000, 2030])
+    extend, prefix = ([1, 1, 1, 1], [8191, 2047, 2048, 5000]) if "decode" in name else ([140, 33], [6000, 2030])
     table = random_page_table(len(extend), 128, 600, "cuda")
     requests, visible = causal(extend, prefix)
     T = requests.numel()

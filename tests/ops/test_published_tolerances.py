@@ -65,12 +65,16 @@ def test_attention(provider, dtype, H, T):
     assert difference(out.double(), want) < OUT[dtype][2]
 
 
-def triton_scores(q, weights, pool, table, requests, visible):
-    from compiled_dsa.custom_ops.kernels.index_topk import write_scores
+def triton_scores(q, weights, pool, table, requests, visible, rows_per_request=1):
+    from compiled_dsa.custom_ops.kernels.index_scores import write_scores
 
     scores = poisoned(q.shape[0], table.shape[1] * PAGE, dtype=torch.float32, device="cuda")
-    write_scores(q, weights, pool, table, requests, visible, scores, scores, 0, 0, 1)
+    write_scores(q, weights, pool, table, requests, visible, scores, scores, 0, 0, rows_per_request)
     return scores
+
+
+def prefill_scores(*args):
+    return triton_scores(*args, rows_per_request=64)
 
 
 def deep_gemm_scores(q, weights, pool, table, requests, visible):
@@ -83,7 +87,7 @@ def deep_gemm_scores(q, weights, pool, table, requests, visible):
     return decode_scores(q, weights, pool, table, requests, visible, 0)
 
 
-@pytest.mark.parametrize("scores_of", [triton_scores, deep_gemm_scores])
+@pytest.mark.parametrize("scores_of", [triton_scores, prefill_scores, deep_gemm_scores])
 @pytest.mark.parametrize("HI", [32, 64])
 def test_scores(scores_of, HI):
     """Against the same quantised numbers in fp64, by each row's own keys."""

@@ -97,6 +97,18 @@ def test_index_topk(pool_dtype, name, columns, deterministic):
     check_topk(chosen, rows[2], *index_scores_oracle(q, weights, pool, *rows))
 
 
+def test_index_topk_on_hopper():
+    """A tile of two requests, the last of five rows, pages outside the pool at the end and in front of it."""
+    table, rows = random_page_table(2, 20, 40, "cuda"), 133
+    table[0, 3], table[1, 5] = -1, 40
+    requests = (torch.arange(rows, device="cuda") >= 70).int()
+    visible = torch.arange(rows, device="cuda", dtype=torch.int32) + 1100
+    pool, q = random_index_pool(40, 128, FP8, "cuda"), random(rows, 64, 128, dtype=FP8)
+    weights, chosen = random(rows, 64, dtype=torch.float32), int32(*[0] * 33 * rows).view(rows, 33)
+    ops.index_topk_prefill(q, weights, pool, table, requests, visible, chosen, False, 1 << 20, provider="triton")
+    check_topk(chosen, visible, *index_scores_oracle(q, weights, pool, table, requests, visible))
+
+
 def test_select_and_absorb():
     """On two streams, with weights that are fetched ahead: whole lines of one, none of the other."""
     pool, rows = random_index_pool(7, 64, FP8, "cuda"), (random_page_table(2, 3, 7, "cuda"), int32(0, 0, 1, 1, 1))
