@@ -26,7 +26,7 @@ def hard_batch(extend, prefix, HI):
     """(q, weights, pool, page table, requests, visible): pages outside the pool, keys that are NaN, weights whose rows
     lie apart, one of them NaN."""
     (table, requests, visible), pages = prefill_batch(extend, prefix, "cuda")
-    table[0, 1], table[-1, 0], table[-1, 2] = -1, pages, 2**31 - 1
+    table[0, 1], table[-1, 2], table[-1, 3] = -1, pages, 2**31 - 1
     pool = random_index_pool(pages, D, FP8, "cuda")
     pool[table[0, 0], 5 * D] = 0x7F  # an element of a key
     q, weights = queries(len(requests), HI, D, FP8, "cuda")
