@@ -204,7 +204,7 @@ class SparseAttention(PackedProjections):
         else:
             out = torch.empty(T, H, c.v_head_dim, dtype=p.q_nope.dtype, device=p.q_nope.device)
             most = c.index_topk if topk is None and batch.skip_scores else None
-            options = (c.scratch_bytes, most, c.deterministic)
+            options = (c.scratch_bytes, most, c.deterministic, True)  # what indexers select is on the batch's pages
             mla_prefill(p.q_nope, p.q_rope, *where, kv_b, c.scale, sinks, out, *options)
         if p.gate is not None:
             gate = p.gate.float() if c.output_gate == "query" else p.gate  # as Hugging Face rounds

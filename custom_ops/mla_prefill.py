@@ -19,7 +19,7 @@ DEFAULT_SCRATCH_BYTES = 512 << 20
 
 def check(
     q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None,
-    deterministic=False,
+    deterministic=False, own_pages=False,
 ) -> None:  # fmt: skip
     check_shape("q_nope", q_nope, None, None, None)
     T, H, N = q_nope.shape
@@ -51,7 +51,7 @@ def row_scratch_bytes(q_nope: Tensor, kv_b: Tensor) -> int:
 
 def reference(
     q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None,
-    deterministic=False,
+    deterministic=False, own_pages=False,
 ) -> None:  # fmt: skip
     """out = W_UV softmax(scale * ((q_nope W_UK) . c + q_rope . k_rope)) c over the selected tokens."""
     T, _, N = q_nope.shape
@@ -73,7 +73,7 @@ def reference(
 MLA_PREFILL = define(
     "mla_prefill(Tensor q_nope, Tensor q_rope, Tensor pool, Tensor? topk, Tensor count, Tensor page_table, "
     "Tensor req_of_row, Tensor kv_b, float scale, Tensor? sinks, Tensor(a!) out, int scratch_bytes, "
-    "int? max_count=None, bool deterministic=False)",
+    "int? max_count=None, bool deterministic=False, bool own_pages=False)",
     check=check,
     reference=reference,
     providers={
@@ -100,6 +100,7 @@ def mla_prefill(
     scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
     max_count: int | None = None,
     deterministic: bool = False,
+    own_pages: bool = False,
     *,
     provider: str | None = None,
 ) -> None:
@@ -112,7 +113,7 @@ def mla_prefill(
         topk: int32 [T, K] physical slots, or None: the row attends positions [0, count) of its request.
         count: int32 [T], valid lanes, all K where it is larger. Lanes past it are ignored whatever they hold; ids
             outside the pool act as -1.
-        page_table: int32 [B, maxP]; read only when ``topk`` is None.
+        page_table: int32 [B, maxP]; read only when ``topk`` is None, and with ``own_pages``.
         req_of_row: int32 [T], in [0, B); read only when ``topk`` is None.
         kv_b: [H, N + V, L] = (W_UK, W_UV) of each head, kv_b_proj's weight viewed by head.
         scale: multiplies the scores.
@@ -122,7 +123,9 @@ def mla_prefill(
         max_count: without ``topk``, no row attends more tokens than this, whatever its count; None: those of its page
             table. A close bound lets rows attend expanded keys, see kernels/mla_prefill_plan.py.
         deterministic: as of ``sparse_mla_decode``; nor do the bits of a row depend on ``scratch_bytes``. Keys are never
-            expanded and fp8 pools never dequantised whole, which costs time where these pay.
+            expanded and fp8 pools never dequantised, which costs time where these pay.
+        own_pages: all slots of ``topk`` lie on pages that ``page_table`` names, as index_topk's do; others may act as
+            -1. Then an fp8 pool of any size costs no more than the pages of the batch.
 
     Raises:
         ValueError: a shape or dtype outside this contract, a budget too small for one row, or ``max_count`` below 0 or
@@ -143,5 +146,6 @@ def mla_prefill(
         scratch_bytes,
         max_count,
         deterministic,
+        own_pages,
         provider=provider,
     )

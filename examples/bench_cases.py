@@ -339,7 +339,7 @@ def flash_mla_decode(q: Tensor, rope: Tensor, latents: Tensor, scale: float) -> 
 def attention_prefill(providers: list[str], pool: str, heads: int, rows: int, context: int) -> Work:
     """Absorbed attention alone, inside mla_prefill; an fp8 pool is dequantised whole in it."""
     from compiled_dsa.custom_ops.kernels import sparse_mla_gluon
-    from compiled_dsa.custom_ops.kernels.mla_prefill import dequantise
+    from compiled_dsa.custom_ops.kernels.dequantise import dequantise
 
     scale = (128 + R) ** -0.5
     q, rope, count, out = bf16(rows, heads, L), bf16(rows, heads, R), int32(rows, fill=K), bf16(rows, heads, L)

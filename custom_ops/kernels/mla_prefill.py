@@ -1,15 +1,13 @@
 """mla_prefill with Triton: absorb, sparse attention, un-absorb, for as many rows at a time as the scratch holds.
 
-On Hopper the attention is the Gluon kernel where its shapes fit, over fp8 pools after they were dequantised whole;
-everything else goes through the kernel of sparse_mla_decode. Without a selection all rows attend expanded keys instead
-where that is cheaper: mla_prefill_plan.py decides it, mla_prefill_dense.py does it. Where the bits of a row must not
-depend on other rows, there is one way for all calls: attention as in a deterministic decode, between products of fixed
-tiles (fixed_products.py).
+On Hopper the attention is the Gluon kernel where its shapes fit, over fp8 pools after they, or the pages of the batch,
+were dequantised; where that does not pay, they are read in place. Everything else goes through the plain kernel.
+Without a selection all rows attend expanded keys instead where that is cheaper: mla_prefill_plan.py decides it,
+mla_prefill_dense.py does it. Where the bits of a row must not depend on other rows, there is one way for all calls:
+attention as in a deterministic decode, between products of fixed tiles (fixed_products.py).
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels import mla_prefill_dense as dense
@@ -22,8 +20,9 @@ from compiled_dsa.custom_ops.kernels.common import (
     refuses_dtype,
     refuses_strides,
 )
+from compiled_dsa.custom_ops.kernels.dequantise import dequantise, dequantise_pages, dequantised_bytes, renumber
 from compiled_dsa.custom_ops.kernels.fixed_products import multiply
-from compiled_dsa.custom_ops.layout import LATENT_GROUP, PAGE, latent_pool_shape, split_latent_pool
+from compiled_dsa.custom_ops.layout import PAGE
 from compiled_dsa.custom_ops.mla_prefill import row_scratch_bytes
 
 # Dequantising costs at most 0.6 ns a token of the pool; the Gluon kernel then saves 0.6 ns (64 heads) to 1.3 ns (128
@@ -32,12 +31,10 @@ LANES_PER_TOKEN = 4
 
 _MOST_ELEMENTS = 2**31 - 1  # of latents [H, rows, L]: kernels count those between heads in int32
 
-_TOKENS = 16  # of a program that dequantises
-
 
 def refuses(
     q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None,
-    deterministic=False,
+    deterministic=False, own_pages=False,
 ) -> str | None:  # fmt: skip
     return (
         refuses_device(pool)
@@ -63,79 +60,17 @@ def refuses_gluon(q_rope: Tensor, pool: Tensor, L: int, scale: float) -> str | N
     return sparse_mla_hopper.refuses_machine(pool)
 
 
-def dequantised_bytes(pool: Tensor, L: int, R: int) -> int:
-    """Bytes of an fp8 pool in bf16."""
-    return pool.shape[0] * PAGE * (L + R) * 2
-
-
-def worth_dequantising(pool: Tensor, L: int, R: int, lanes: int, row_bytes: int, scratch_bytes: int) -> bool:
-    """True where ``lanes`` selected tokens repay a pass over the pool, and half of the scratch holds it and the rest a
-    row of ``row_bytes``."""
-    enough = lanes >= LANES_PER_TOKEN * pool.shape[0] * PAGE
-    size = dequantised_bytes(pool, L, R)
+def worth_dequantising(pages: int, L: int, R: int, lanes: int, row_bytes: int, scratch_bytes: int) -> bool:
+    """True where ``lanes`` selected tokens repay dequantising so many pages, and half of the scratch holds them and the
+    rest a row of ``row_bytes``."""
+    enough = lanes >= LANES_PER_TOKEN * pages * PAGE
+    size = dequantised_bytes(pages, L, R)
     return enough and size <= scratch_bytes // 2 and size + row_bytes <= scratch_bytes
-
-
-@triton.jit
-def _dequantise(
-    latents,
-    scales,
-    rope,
-    out,
-    tokens,
-    latents_slot,
-    scales_slot,
-    rope_slot,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    there = (token < tokens)[:, None]
-    column = tl.arange(0, L)[None, :]
-    group = tl.arange(0, L // GROUP)[None, :]
-    r = tl.arange(0, R)[None, :]
-    token = token[:, None]
-    c = tl.load(latents + token * latents_slot + column, mask=there, other=0.0)
-    s = tl.load(scales + token * scales_slot + group, mask=there, other=0.0)
-    k = tl.load(rope + token * rope_slot + r, mask=there, other=0.0)
-    c = tl.reshape(c.to(tl.float32), [TOKENS, L // GROUP, GROUP]) * s[:, :, None]
-    dtype = out.dtype.element_ty
-    tl.store(out + token * (L + R) + column, tl.reshape(c, [TOKENS, L]).to(dtype), mask=there)
-    tl.store(out + token * (L + R) + L + r, k.to(dtype), mask=there)
-
-
-def dequantise(pool: Tensor, L: int, R: int) -> Tensor:
-    """An fp8 pool as a bf16 one [P, 64, L + R]; L and R are powers of two.
-
-    70 to 90 us a call with its launch for 8,192 to 131,072 tokens (H200).
-    """
-    out = torch.empty(
-        latent_pool_shape(pool.shape[0], L, R, torch.bfloat16)[0], dtype=torch.bfloat16, device=pool.device
-    )
-    latents, scales, rope = split_latent_pool(pool, L, R)
-    tokens = pool.shape[0] * PAGE
-    _dequantise[(triton.cdiv(tokens, _TOKENS),)](
-        latents,
-        scales,
-        rope,
-        out,
-        tokens,
-        latents.stride(1),
-        scales.stride(1),
-        rope.stride(1),
-        L=L,
-        R=R,
-        GROUP=LATENT_GROUP,
-        TOKENS=_TOKENS,
-    )
-    return out
 
 
 def run(
     q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None,
-    deterministic=False,
+    deterministic=False, own_pages=False,
 ) -> None:  # fmt: skip
     T, H, N = q_nope.shape
     R, L, V = q_rope.shape[2], kv_b.shape[2], out.shape[2]
@@ -152,24 +87,35 @@ def run(
         dims = (H, N, R, V, L)
         plan = planning.plan(T, page_table.shape[0], dims, width, q_nope.dtype, pool.device, scratch_bytes)
     if plan is None:
-        attend_absorbed(q_nope, q_rope, pool, topk, *selection, kv_b, scale, sinks, out, scratch_bytes, width)
+        rest = (kv_b, scale, sinks, out, scratch_bytes, width, own_pages or topk is None)
+        attend_absorbed(q_nope, q_rope, pool, topk, *selection, *rest)
     else:
         dense.attend(q_nope, q_rope, pool, *selection, kv_b, scale, sinks, out, width, plan)
 
 
 def attend_absorbed(
-    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, width: int
-) -> None:
+    q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, width: int,
+    own_pages: bool,
+) -> None:  # fmt: skip
     """The op without expanded keys; ``width``: lanes that count at most."""
     T, H, N = q_nope.shape
     L, R = kv_b.shape[2], q_rope.shape[2]
     gluon = refuses_gluon(q_rope, pool, L, scale) is None
     row_bytes = H * L * q_nope.element_size()
+    places = None  # of pages in a pool of the batch's pages alone
     if gluon and pool.dtype == torch.uint8:
-        gluon = worth_dequantising(pool, L, R, T * width, row_bytes, scratch_bytes)
-        if gluon:
+        listed = own_pages and page_table.numel() < pool.shape[0]
+        pages = page_table.numel() if listed else pool.shape[0]
+        # places and new numbers; torch rounds allocations to 512 bytes
+        numbers = 4 * (pool.shape[0] + page_table.numel()) + 2048 if listed else 0
+        row_bytes += 4 * width if listed and topk is not None else 0
+        gluon = worth_dequantising(pages, L, R, T * width, row_bytes + numbers, scratch_bytes)
+        if gluon and listed:
+            pool, places = dequantise_pages(pool, page_table, L, R)
+            page_table = page_table if topk is not None else renumber(page_table, places, 1)
+        elif gluon:
             pool = dequantise(pool, L, R)
-            scratch_bytes -= pool.nbytes
+        scratch_bytes -= pool.nbytes + numbers if gluon else 0
     if gluon:
         from compiled_dsa.custom_ops.kernels import sparse_mla_gluon
 
@@ -179,11 +125,10 @@ def attend_absorbed(
             rows_at_once -= rows_at_once % wave  # a last wave that is nearly empty costs as much as a full one
     else:
         rows_at_once = min(T, scratch_bytes // row_scratch_bytes(q_nope, kv_b), _MOST_ELEMENTS // (H * L))
-        tile = sparse_mla.tiling(rows_at_once, H, L, width, q_nope.dtype, q_nope.device)._replace(splits=1)
         lse = torch.empty(rows_at_once, H, dtype=torch.float32, device=q_nope.device)
     w_uk, w_uv = kv_b[:, :N], kv_b[:, N:].transpose(1, 2)  # [H, N, L], [H, L, V]
-    # Absorbed queries, and in their place the attention's outputs: a program of either kernel reads its queries before
-    # it writes, and no other program reads them. A bmm works head by head, 10 % faster on rows that lie so.
+    # Absorbed queries, and in their place the attention's outputs: a program of any kernel reads its queries before it
+    # writes, and no other program reads them. A bmm works head by head, 10 % faster on rows that lie so.
     buffer = q_nope.new_empty(H, rows_at_once, L)
     for start in range(0, T, rows_at_once):
         stop = min(start + rows_at_once, T)
@@ -191,12 +136,17 @@ def attend_absorbed(
         latent = buffer[:, : stop - start]
         torch.bmm(q_nope[rows].transpose(0, 1), w_uk, out=latent)
         latent = latent.transpose(0, 1)
-        ids = None if topk is None else topk[rows]
-        selection = (pool, ids, count[rows], page_table, req_of_row[rows], scale, sinks)
+        ids = None if topk is None else topk[rows, :width]
+        if places is not None and ids is not None:
+            ids = renumber(ids, places, PAGE)
+        arguments = (latent, q_rope[rows], pool, ids, count[rows], page_table, req_of_row[rows], scale, sinks, latent)
         if gluon:
-            sparse_mla_gluon.launch(latent, q_rope[rows], *selection, latent, None, width)
+            sparse_mla_gluon.launch(*arguments, None, width)
+        elif pool.dtype == torch.uint8 and sparse_mla_hopper.refuses(latent, q_rope, pool, scale, latent) is None:
+            sparse_mla_hopper.launch(*arguments, lse[: stop - start], sparse_mla_hopper.ALONE, width)
         else:
-            sparse_mla.launch(latent, q_rope[rows], *selection, latent, lse[: stop - start], tile, width)
+            tile = sparse_mla.tiling(rows_at_once, H, L, width, q_nope.dtype, q_nope.device)._replace(splits=1)
+            sparse_mla.launch(*arguments, lse[: stop - start], tile, width)
         torch.bmm(latent.transpose(0, 1), w_uv, out=out[rows].transpose(0, 1))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels.common import refuses_strides
-from compiled_dsa.custom_ops.kernels.mla_prefill import dequantise, dequantised_bytes
+from compiled_dsa.custom_ops.kernels.dequantise import dequantise, dequantised_bytes
 from compiled_dsa.custom_ops.providers.flash_mla import (
     PREFILL_LANES,
     L,
@@ -21,7 +21,7 @@ from compiled_dsa.custom_ops.providers.flash_mla import (
 
 def refuses(
     q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None,
-    deterministic=False,
+    deterministic=False, own_pages=False,
 ) -> str | None:  # fmt: skip
     reason = refuses_attention(q_rope, pool, kv_b.shape[2], topk, scale, deterministic)
     reason = reason or refuses_strides(count=count, sinks=sinks)
@@ -34,7 +34,7 @@ def refuses(
 
 
 def _pool_bytes(pool: Tensor, R: int) -> int:
-    return dequantised_bytes(pool, L, R) if pool.dtype == torch.uint8 else 0
+    return dequantised_bytes(pool.shape[0], L, R) if pool.dtype == torch.uint8 else 0
 
 
 def _row_bytes(q_rope: Tensor, K: int) -> int:
@@ -45,7 +45,7 @@ def _row_bytes(q_rope: Tensor, K: int) -> int:
 
 def run(
     q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, max_count=None,
-    deterministic=False,
+    deterministic=False, own_pages=False,
 ) -> None:  # fmt: skip
     T, H, N = q_nope.shape
     R = q_rope.shape[2]

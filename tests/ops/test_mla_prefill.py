@@ -201,34 +201,37 @@ def test_what_the_gluon_kernel_refuses(changes, reason):
     assert loaded or "compiled_dsa.custom_ops.kernels.sparse_mla_gluon" not in sys.modules
 
 
-def test_when_an_fp8_pool_is_dequantised_whole():
+def test_when_fp8_pages_are_dequantised():
     from compiled_dsa.custom_ops.kernels.mla_prefill import worth_dequantising
 
-    pool = random_latent_pool(5, 512, 64, FP8)
     size, tokens = 5 * PAGE * 576 * 2, 5 * PAGE
     row = 1024
-    assert worth_dequantising(pool, 512, 64, 4 * tokens, row, 2 * size)
-    assert not worth_dequantising(pool, 512, 64, 4 * tokens - 1, row, 2 * size)
-    assert not worth_dequantising(pool, 512, 64, 4 * tokens, row, 2 * size - 1)
-    assert not worth_dequantising(pool, 512, 64, 4 * tokens, size + 1, 2 * size)  # no room for a row
+    assert worth_dequantising(5, 512, 64, 4 * tokens, row, 2 * size)
+    assert not worth_dequantising(5, 512, 64, 4 * tokens - 1, row, 2 * size)
+    assert not worth_dequantising(5, 512, 64, 4 * tokens, row, 2 * size - 1)
+    assert not worth_dequantising(5, 512, 64, 4 * tokens, size + 1, 2 * size)  # no room for a row
 
 
 @pytest.fixture
-def gluon_rows(monkeypatch):
-    """The number of rows of every launch of the Gluon kernel."""
+def gluon_calls(monkeypatch):
+    """The number of rows, the shape of the pool and its dtype of every launch of the Gluon kernel."""
     if not HOPPER:
         pytest.skip("the Gluon kernel runs on Hopper alone")
     from compiled_dsa.custom_ops.kernels import sparse_mla_gluon
 
-    rows: list[int] = []
+    calls: list[tuple[int, torch.Size, torch.dtype]] = []
     launch = sparse_mla_gluon.launch
 
-    def spy(q_latent, *args):
-        rows.append(q_latent.shape[0])
-        launch(q_latent, *args)
+    def spy(q_latent, q_rope, pool, *args):
+        calls.append((q_latent.shape[0], pool.shape, pool.dtype))
+        launch(q_latent, q_rope, pool, *args)
 
     monkeypatch.setattr(sparse_mla_gluon, "launch", spy)
-    return rows
+    return calls
+
+
+def rows_of(calls):
+    return [rows for rows, _, _ in calls]
 
 
 def ragged(args, pages=9):
@@ -255,7 +258,7 @@ def ragged(args, pages=9):
 @pytest.mark.gpu
 @pytest.mark.parametrize("H", [64, 128, 192])
 @pytest.mark.parametrize("K", [40, 64, 192, 576])
-def test_gluon_ragged_rows(gluon_rows, H, K):
+def test_gluon_ragged_rows(gluon_calls, H, K):
     """300 rows: more than one tile a program."""
     args = ragged(setup(300, H, 128, 128, 512, 64, torch.bfloat16, torch.bfloat16, "cuda", K, sinks=H != 128))
     empty = args[4] <= 0
@@ -263,7 +266,7 @@ def test_gluon_ragged_rows(gluon_rows, H, K):
     args[1][empty] = torch.nan
     out = poisoned(300, H, 128, dtype=torch.bfloat16, device="cuda")
     torch.ops.compiled_dsa.mla_prefill(*args, out, 1 << 27)
-    assert gluon_rows == [300]
+    assert rows_of(gluon_calls) == [300]
     assert (out[empty] == 0).all() and (out[8] == 0).all()
     args[0][empty] = 0
     args[1][empty] = 0
@@ -272,19 +275,19 @@ def test_gluon_ragged_rows(gluon_rows, H, K):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pool_dtype", [torch.bfloat16, FP8])
-def test_gluon_paged(gluon_rows, pool_dtype):
+def test_gluon_paged(gluon_calls, pool_dtype):
     args = setup(40, 64, 128, 128, 512, 64, pool_dtype, torch.bfloat16, "cuda", sinks=True)
     args[3] = None
     args[4][:] = torch.arange(40) * 4 - 8  # up to more than the 128 tokens of the page table
     args[5][1, 0], args[5][2, 1] = -1, 9  # no page, no page of the pool
     out = poisoned(40, 64, 128, dtype=torch.bfloat16, device="cuda")
     torch.ops.compiled_dsa.mla_prefill(*args, out, 1 << 27)
-    assert gluon_rows == [40]
+    assert rows_of(gluon_calls) == [40]
     check(out, args)
 
 
 @pytest.mark.gpu
-def test_gluon_log_sum_exp(gluon_rows):
+def test_gluon_log_sum_exp(gluon_calls):
     from compiled_dsa.custom_ops.kernels import sparse_mla_gluon
 
     args = setup(20, 128, 128, 128, 512, 64, torch.bfloat16, torch.bfloat16, "cuda", 200, sinks=True)
@@ -303,19 +306,56 @@ def test_gluon_log_sum_exp(gluon_rows):
 
 
 @pytest.mark.gpu
-def test_gluon_reads_fp8_pools_through_scratch(gluon_rows):
+def test_gluon_reads_fp8_pools_through_scratch_or_in_place(gluon_calls):
     args = ragged(setup(40, 64, 128, 128, 512, 64, FP8, torch.bfloat16, "cuda"))
     size = 9 * PAGE * 576 * 2
-    for budget, launches in ((2 * size, 4), (2 * size - 1, 0)):
-        gluon_rows.clear()
+    for budget, slices, dtype in ((2 * size, 4, torch.bfloat16), (2 * size - 1, 1, torch.uint8)):
+        gluon_calls.clear()
         out = poisoned(40, 64, 128, dtype=torch.bfloat16, device="cuda")
         torch.ops.compiled_dsa.mla_prefill(*args, out, budget)
-        assert len(gluon_rows) == launches and sum(gluon_rows) == (40 if launches else 0)
+        assert sum(rows_of(gluon_calls)) == 40 and [pool for _, _, pool in gluon_calls] == [dtype] * slices
         check(out, args)
 
 
 @pytest.mark.gpu
-def test_gluon_rows_are_cut_by_the_budget_in_whole_waves(gluon_rows):
+@pytest.mark.parametrize("H", [16, 96])
+def test_other_head_counts_read_fp8_pools_in_place(H):
+    args = ragged(setup(40, H, 128, 128, 512, 64, FP8, torch.bfloat16, "cuda", sinks=True))
+    out = poisoned(40, H, 128, dtype=torch.bfloat16, device="cuda")
+    torch.ops.compiled_dsa.mla_prefill(*args, out, 1 << 24)
+    check(out, args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("paged", [False, True])
+def test_the_pages_of_a_batch_are_dequantised_alone(gluon_calls, paged):
+    """6 of 9 pages: one that two requests share, entries outside the pool, lanes without a token."""
+    args = setup(300, 128, 128, 128, 512, 64, FP8, torch.bfloat16, "cuda", sinks=True)
+    table, requests = args[5:7]
+    table[1, 0] = table[0, 0]
+    if paged:
+        table[2] = torch.tensor([-1, 9], device="cuda")
+        args[3], args[4] = None, args[4] * 2
+    else:
+        offset = torch.arange(2 * PAGE, device="cuda").int() % PAGE
+        slots = table[requests.long()].repeat_interleave(PAGE, 1) * PAGE + offset
+        args[3] = torch.stack([row[torch.randperm(2 * PAGE, device="cuda")[:70]] for row in slots])
+        args[3][:, ::7] = -1
+    out = poisoned(300, 128, 128, dtype=torch.bfloat16, device="cuda")
+    rest = (out, 1 << 24, None, False, True)
+    torch.ops.compiled_dsa.mla_prefill(*args, *rest)
+    assert {(pool, dtype) for _, pool, dtype in gluon_calls} == {((6, PAGE, 576), torch.bfloat16)}
+    assert sum(rows_of(gluon_calls)) == 300 and len(gluon_calls) > 1
+    check(out, args)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.ops.compiled_dsa.mla_prefill(*args, *rest)
+    assert torch.cuda.max_memory_allocated() - before <= 1 << 24
+
+
+@pytest.mark.gpu
+def test_gluon_rows_are_cut_by_the_budget_in_whole_waves(gluon_calls):
     args = setup(400, 128, 128, 128, 512, 64, torch.bfloat16, torch.bfloat16, "cuda")
     wave = torch.cuda.get_device_properties("cuda").multi_processor_count // 2
     outs = []
@@ -324,10 +364,10 @@ def test_gluon_rows_are_cut_by_the_budget_in_whole_waves(gluon_rows):
         (150 * 128 * 1024, [2 * wave] * 3 + [400 - 6 * wave]),
         (row_scratch_bytes(args[0], args[7]), [1] * 400),
     ):
-        gluon_rows.clear()
+        gluon_calls.clear()
         out = poisoned(400, 128, 128, dtype=torch.bfloat16, device="cuda")
         torch.ops.compiled_dsa.mla_prefill(*args, out, budget)
-        assert gluon_rows == slices
+        assert rows_of(gluon_calls) == slices
         outs.append(out)
         check(out, args)
     # a slice changes how the GEMMs round, not what is attended
@@ -336,7 +376,7 @@ def test_gluon_rows_are_cut_by_the_budget_in_whole_waves(gluon_rows):
 
 
 @pytest.mark.gpu
-def test_gluon_peak_scratch(gluon_rows):
+def test_gluon_peak_scratch(gluon_calls):
     args = setup(400, 128, 128, 128, 512, 64, FP8, torch.bfloat16, "cuda")
     for budget in (9 * PAGE * 576 * 2 * 2, 1 << 27):
         out = poisoned(400, 128, 128, dtype=torch.bfloat16, device="cuda")
@@ -346,4 +386,4 @@ def test_gluon_peak_scratch(gluon_rows):
         before = torch.cuda.memory_allocated()
         torch.ops.compiled_dsa.mla_prefill(*args, out, budget)
         assert torch.cuda.max_memory_allocated() - before <= budget
-    assert gluon_rows
+    assert gluon_calls

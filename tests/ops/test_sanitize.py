@@ -169,13 +169,16 @@ def test_index_keys_laid_end_to_end():
     assert torch.equal(mark_weights(random(T, 7, 64).to(FP8), weights), weights)
 
 
-def test_fp8_pool_dequantised_whole():
-    """The selection is worth a pass over the pool: 3 rows of 320 lanes, a pool of 192 tokens."""
-    from compiled_dsa.custom_ops.kernels.mla_prefill import dequantise, worth_dequantising
+def test_fp8_pages_dequantised():
+    """Whole pools, and the pages of a table with entries outside the pool."""
+    from compiled_dsa.custom_ops.kernels.dequantise import dequantise, dequantise_pages, renumber
 
-    pool = random_latent_pool(3, 512, 64, FP8, "cuda")
-    assert worth_dequantising(pool, 512, 64, 3 * 320, 1 << 16, 1 << 24)
-    assert dequantise(pool, 512, 64).isfinite().all()
+    pool, table = random_latent_pool(3, 512, 64, FP8, "cuda"), int32(2, -1, 0, 3)[None]
+    whole = dequantise(pool, 512, 64)
+    assert whole.isfinite().all()
+    pages, places = dequantise_pages(pool, table, 512, 64)
+    assert torch.equal(pages[[0, 2]], whole[[2, 0]]) and places.tolist() == [2, -1, 0]
+    assert renumber(int32(130, 64, 5, -1, 192)[None], places, 64).tolist() == [[2, -1, 133, -1, -1]]
 
 
 def test_what_stands_around_libraries():
