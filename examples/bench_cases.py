@@ -110,8 +110,10 @@ def cases() -> Iterator[Case]:
                 sizes = {"pool": pool, "heads": heads, "rows": 4096, "context": context}
                 yield Case("sparse_attention_prefill", sizes, attention_prefill, context == 32768 and heads == 64)
     for model in MODELS:
+        sizes = {"model": model, "rows": 4096, "context": 32768}
         for pool in ("bf16", "fp8"):
-            yield Case("mla_prefill", {"model": model, "pool": pool, "rows": 4096, "context": 32768}, mla_prefill)
+            yield Case("mla_prefill", sizes | {"pool": pool}, mla_prefill)
+        yield Case("mla_prefill", sizes | {"pool": "fp8", "tokens": 1 << 20}, mla_prefill)
         for rows in (2048, 4096):
             yield Case("mla_prefill", {"model": model, "rows": rows, "start": 0}, bench_prefill.first_prefill)
     for make in (bench_rows.store_latents, bench_rows.store_index_keys, bench_rows.store_tokens):
@@ -383,18 +385,29 @@ def attention_prefill(providers: list[str], pool: str, heads: int, rows: int, co
 
 
 def mla_prefill(
-    providers: list[str], model: str, pool: str, rows: int, context: int, deterministic: bool = False
+    providers: list[str],
+    model: str,
+    pool: str,
+    rows: int,
+    context: int,
+    deterministic: bool = False,
+    tokens: int | None = None,
 ) -> Work:
+    """``tokens``: of the pool; more than ``context`` where other requests hold the rest."""
     H, _, N, V = MODELS[model]
     q, rope, kv_b, out = bf16(rows, H, N), bf16(rows, H, R), bf16(H, N + V, L), bf16(rows, H, V)
-    count, scale = int32(rows, fill=K), (N + R) ** -0.5
-    inputs = [
-        (q, rope, latent_pool(pool, context), random_ids(rows, context), count, int32(1, 1), int32(rows))
-        + (kv_b, scale, None, out, SCRATCH_BYTES, None, deterministic)
-        for _ in range(2)
-    ]
+    count, scale, tokens = int32(rows, fill=K), (N + R) ** -0.5, tokens or context
+    inputs = []
+    for _ in range(2):
+        table = torch.randperm(tokens // PAGE, device=DEVICE)[: context // PAGE].int()[None]
+        ids = random_ids(rows, context)
+        slots = table[0, ids // PAGE] * PAGE + ids % PAGE
+        where = (latent_pool(pool, tokens), slots, count, table, int32(rows))
+        inputs.append((q, rope, *where, kv_b, scale, None, out, SCRATCH_BYTES, None, deterministic, True))
     runs, not_run = by_provider("mla_prefill", inputs, providers)
     flop = 2.0 * rows * H * (K * (2 * L + R) + L * (N + V))
     moved = context * row_bytes(pool) + rows * H * 2 * (N + R + V) + kv_b.nbytes
     runs |= by_default("mla_prefill", deterministic)
+    if tokens > context:
+        runs["pages of any request"] = lambda args: OPS["mla_prefill"].overload(*args[:-1], False)
     return Work(runs, inputs, moved, (flop, 0.0), False, not_run)

@@ -87,6 +87,7 @@ def test_what_inductor_fuses_is_the_same_work(bench, monkeypatch, number):
             {"pool": "fp8", "heads": 4, "batch": 2, "tokens": 128, "deterministic": True},
         ),
         ("mla_prefill", "bench_cases.mla_prefill", {**V32, "pool": "fp8", "rows": 8, "context": 128}),
+        ("mla_prefill", "bench_cases.mla_prefill", {**V32, "pool": "fp8", "rows": 8, "context": 128, "tokens": 256}),
         ("mla_prefill", "bench_prefill.first_prefill", {**V32, "rows": 16, "start": 0}),
         ("mla_prefill", "bench_prefill.first_prefill", {**V32, "rows": 40, "start": 0}),
         ("store_latents", "bench_rows.store_latents", {"rows": 4}),
