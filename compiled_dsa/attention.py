@@ -279,7 +279,8 @@ class SparseAttention(PackedProjections):
             cos, sin: [T, R/2], one angle a rope pair.
             batch: where the rows stand, see batch.py.
             pools: this layer's caches, written in place. The latents of a layer with ``kv_source`` are that layer's.
-            prev_topk: selection of the last layer that has an indexer; needed by a layer that has none.
+            prev_topk: selection of the last layer that has an indexer, slots on pages of ``batch.page_table``. A layer
+                that has none needs it.
             window_start: int [T], for a layer with a window: the row attends none of its request's positions before
                 this one. None: it attends the latest ``window``.
             positions: int [T], what ``query_scaling`` takes as positions; None: those of the batch.

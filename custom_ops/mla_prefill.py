@@ -10,7 +10,7 @@ Legend: T rows (query tokens), H heads, N nope dim, R rope dim, L latent dim, V 
 import torch
 from torch import Tensor
 
-from compiled_dsa.custom_ops.layout import check_dtype, check_latent_pool, check_shape, compute_dtype
+from compiled_dsa.custom_ops.layout import PAGE, check_dtype, check_latent_pool, check_shape, compute_dtype
 from compiled_dsa.custom_ops.registry import define
 from compiled_dsa.custom_ops.sparse_mla import attend, check_query_dtype, check_selection, selected_slots
 
@@ -63,11 +63,20 @@ def reference(
     # queries and outputs are two tensors here, in fp32 for rows of two bytes
     rows_at_once = 1 if deterministic else max(1, scratch_bytes // (4 * row_scratch_bytes(q_nope, kv_b)))
     for part in torch.arange(T, device=pool.device).split(rows_at_once):
-        ids = None if topk is None else topk[part]
+        ids = None if topk is None else on_pages(topk[part], page_table, pool.shape[0]) if own_pages else topk[part]
         slots = selected_slots(ids, count[part], page_table, req_of_row[part], pool.shape[0])
         q_latent = torch.einsum("thn,hnl->thl", q_nope[part].to(dtype), w_uk)
         o, _ = attend(q_latent, q_rope[part], pool, slots, scale, sinks)
         out[part] = torch.einsum("thl,hvl->thv", o, w_uv).to(out.dtype)
+
+
+def on_pages(topk: Tensor, page_table: Tensor, pages: int) -> Tensor:
+    """-1 in the place of slots whose page the table does not name."""
+    named = torch.zeros(pages + 1, dtype=torch.bool, device=topk.device)
+    named[torch.where((page_table >= 0) & (page_table < pages), page_table, pages).long()] = True
+    named[pages] = False
+    page = torch.where((topk >= 0) & (topk < pages * PAGE), topk // PAGE, pages)
+    return torch.where(named[page.long()], topk, -1)
 
 
 MLA_PREFILL = define(
@@ -125,7 +134,8 @@ def mla_prefill(
         deterministic: as of ``sparse_mla_decode``; nor do the bits of a row depend on ``scratch_bytes``. Keys are never
             expanded and fp8 pools never dequantised, which costs time where these pay.
         own_pages: all slots of ``topk`` lie on pages that ``page_table`` names, as index_topk's do; others may act as
-            -1. Then an fp8 pool of any size costs no more than the pages of the batch.
+            -1. Triton then dequantises as many pages of an fp8 pool as the table has entries, where these fit into half
+            of the scratch, and not all of a large pool.
 
     Raises:
         ValueError: a shape or dtype outside this contract, a budget too small for one row, or ``max_count`` below 0 or

@@ -1,6 +1,6 @@
-"""fp8 latents in the dtype of queries, for kernels that read nothing else: of a whole pool, or of a batch's pages.
+"""fp8 latents in bf16, for kernels that read nothing else: of a whole pool, or of the pages of a batch.
 
-Pages of a batch are laid end to end, so that a pool of any size costs what the batch reads. Slots are then renumbered:
+Those are laid end to end, as many as the page table has entries, however large the pool. Slots are then renumbered:
 what pool page ``p`` held lies on page ``places[p]``.
 
 Legend: P pages of the pool, B requests, W columns of the page table, L latent dim, R rope dim.
@@ -109,13 +109,13 @@ def dequantise_pages(pool: Tensor, page_table: Tensor, L: int, R: int) -> tuple[
     return _launch(pool, L, R, page_table.numel(), page_table, places), places
 
 
-def renumber(ids: Tensor, places: Tensor, unit: int) -> Tensor:
-    """int32 ids [rows, columns] after dequantise_pages: slots where ``unit`` is a page's 64, pages where it is 1.
+def renumber(ids: Tensor, places: Tensor, unit: int, out: Tensor) -> Tensor:
+    """``out``, contiguous int32 [rows, columns]: ids after dequantise_pages.
 
-    -1 for ids outside the pool and of pages that have no place.
+    They are slots where ``unit`` is a page's 64, and pages where it is 1. -1 for ids outside the pool and of pages that
+    have no place.
     """
     rows, columns = ids.shape
-    out = torch.empty(rows, columns, dtype=torch.int32, device=ids.device)
     _renumber[(rows, triton.cdiv(columns, _IDS))](
         ids, places, out, columns, places.shape[0], ids.stride(0), UNIT=unit, IDS=_IDS
     )

@@ -4,7 +4,8 @@ The kernel multiplies a block of keys with all index heads of up to ``128 / HI``
 share the loads of its keys; for long rows it also leaves the maximum of every few neighbouring scores. A key that is
 always chosen gets a score of +inf; other such scores then become the largest finite number.
 
-Prefills of fp8 pools have a kernel of their own on Hopper (index_scores_gluon.py), with the same scores bit for bit.
+Prefills of fp8 pools have a kernel of their own on Hopper (index_scores_gluon.py), with the same scores bit for bit
+where half of a weight is exact, which it is but for subnormal ones.
 
 Legend: HI index heads, D index head dim, P pages, W columns of the page table.
 """
@@ -154,7 +155,9 @@ def on_hopper(q, pool, group: int, rows_per_request: int, forced: int, zeroed: t
         and pool.dtype == torch.uint8
         and q.shape[1] in HOPPER_HEADS
         and q.shape[2] == HOPPER_D
-        and all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in (q, pool))
+        and q.stride() == (q.shape[1] * HOPPER_D, HOPPER_D, 1)  # of slices of rows too
+        and pool.is_contiguous()
+        and q.data_ptr() % 16 == pool.data_ptr() % 16 == 0
         and pool.numel() <= 1 << 33  # scales are found by a 32-bit number of fp32 elements
         and pool.device.type == "cuda"
         and torch.cuda.get_device_capability(pool.device) == (9, 0)

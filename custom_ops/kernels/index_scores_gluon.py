@@ -8,33 +8,37 @@ A tile is 512 columns, each a head of a row: 8 rows of 64 heads. Three warpgroup
 What bounds both together is registers: a product reads and writes its sums there, so that an instruction beside it
 delays it, by half a cycle to a whole one. So instructions count: two for an element of a product, ``x + |x|`` (twice
 its relu; a maximum takes 9 % longer) and the sum with half of the weight. On an H200, 4096 rows of 64 heads and 32,768
-keys take 1.76 ms, the kernel in Triton 2.08 and DeepGEMM 1.99; products alone would take 1.08, and with those
-instructions 1.45. Turns taken by barriers, and sums over lanes and stores during the next product, did not shorten it.
+keys take 1.93 ms, DeepGEMM 2.03 (h200-ops.json). In shorter runs, at higher clocks, 1.76; the kernel in Triton 2.08,
+these products alone 1.08, with those two instructions 1.45. Turns taken by barriers, and sums over lanes and stores
+during the next product, did not shorten it.
 
 This module imports ``triton.experimental.gluon``: import it only where the kernel is about to run.
 """
 
 from typing import NamedTuple
 
+import torch
 import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from compiled_dsa.custom_ops.kernels.common import multiprocessors
+from compiled_dsa.custom_ops.kernels.gluon_names import tma_load
+from compiled_dsa.custom_ops.kernels.index_scores import HOPPER_D
 from compiled_dsa.custom_ops.layout import PAGE
 
-D = 128
+D = HOPPER_D
 COLUMNS = 256  # of a consumer
 STAGES = 6  # pages of the ring
-MOST_SPLITS = 16
+MOST_SPLITS = 32
 START = 6  # pages that could be scored while a program starts
 
 _D = gl.constexpr(D)
@@ -109,10 +113,8 @@ def _produce(queries_desc, keys_desc, scales_desc, rows, buffers, HI: gl.constex
     split = gl.program_id(1)
     splits = gl.num_programs(1)
     mbarrier.expect(buffers.queries_full, 2 * _COLUMNS * _D)
-    tma.async_copy_global_to_shared(queries_desc, [first * HI, 0], buffers.queries_full, buffers.queries.index(0))
-    tma.async_copy_global_to_shared(
-        queries_desc, [first * HI + _COLUMNS, 0], buffers.queries_full, buffers.queries.index(1)
-    )
+    tma_load(queries_desc, [first * HI, 0], buffers.queries_full, buffers.queries.index(0))
+    tma_load(queries_desc, [first * HI + _COLUMNS, 0], buffers.queries_full, buffers.queries.index(1))
     stage = 0
     phase = 1
     for r in range(ROWS):
@@ -126,10 +128,8 @@ def _produce(queries_desc, keys_desc, scales_desc, rows, buffers, HI: gl.constex
             full = buffers.full.index(stage)
             mbarrier.wait(buffers.empty.index(stage), phase)
             mbarrier.expect(full, _PAGE * _D + 4 * _PAGE)
-            tma.async_copy_global_to_shared(keys_desc, [page * _LINES, 0], full, buffers.keys.index(stage))
-            tma.async_copy_global_to_shared(
-                scales_desc, [page * _SCALES + _PAGE * _D // 4], full, buffers.scales.index(stage)
-            )
+            tma_load(keys_desc, [page * _LINES, 0], full, buffers.keys.index(stage))
+            tma_load(scales_desc, [page * _SCALES + _PAGE * _D // 4], full, buffers.scales.index(stage))
             stage += 1
             if stage == _STAGES:
                 stage = 0
@@ -227,24 +227,38 @@ def _scores(
     )
 
 
-def _splits(tiles: int, pages: int, programs: int) -> int:
-    """Programs that share the keys of a tile, so that the last of the waves of programs is nearly full."""
+def splits_of(tiles: int, rows: int, requests: int, pages: int, programs: int) -> int:
+    """Programs that share the keys of a tile of ``rows`` rows, so that the last of their waves is nearly full.
+
+    A tile multiplies the keys of each of its requests by itself: one of as many requests as rows must not be what all
+    wait for.
+    """
+    most = min(rows, requests)
 
     def time(splits: int) -> float:
-        return -(-tiles * splits // programs) * (pages / splits + START)
+        return -(-tiles * splits // programs) * (pages / splits + START) + (most - 1) * pages / splits
 
     return min(range(1, MOST_SPLITS + 1), key=time)
+
+
+def descriptors(q: Tensor, pool: Tensor) -> tuple[TensorDescriptor, ...]:
+    """What the copy engine reads: tiles of queries, the keys of a page, its scales, which are NaN outside the pool."""
+    return (
+        TensorDescriptor.from_tensor(q.view(-1, D), [COLUMNS, D], _TILE.value),
+        TensorDescriptor.from_tensor(pool.view(q.dtype).view(-1, D), [PAGE, D], _TILE.value),
+        TensorDescriptor.from_tensor(pool.view(torch.float32).view(-1), [PAGE], _VECTOR.value, padding="nan"),
+    )
 
 
 def launch(q, weights, pool, page_table, req_of_row, visible, scores, K: int) -> None:
     """As index_scores.write_scores, of arguments that ``on_hopper`` accepts."""
     T, HI, _ = q.shape
-    W, P = page_table.shape[1], pool.shape[0]
-    tiles = triton.cdiv(T * HI, 2 * COLUMNS)
-    _scores[(tiles, _splits(tiles, W, multiprocessors(q.device)))](
-        TensorDescriptor.from_tensor(q.view(T * HI, D), [COLUMNS, D], _TILE.value),
-        TensorDescriptor.from_tensor(pool.view(q.dtype).view(-1, D), [PAGE, D], _TILE.value),
-        TensorDescriptor.from_tensor(pool.view(scores.dtype).view(-1), [PAGE], _VECTOR.value, padding="nan"),
+    B, W = page_table.shape
+    tile_rows = 2 * COLUMNS // HI
+    tiles = triton.cdiv(T, tile_rows)
+    splits = splits_of(tiles, tile_rows, B, W, multiprocessors(q.device))
+    _scores[(tiles, splits)](
+        *descriptors(q, pool),
         weights,
         page_table,
         req_of_row,
@@ -255,7 +269,7 @@ def launch(q, weights, pool, page_table, req_of_row, visible, scores, K: int) ->
         scores.stride(0),
         T,
         W * PAGE,
-        P,
+        pool.shape[0],
         K,
         HI=HI,
         num_warps=4,

@@ -101,7 +101,8 @@ def run(
     splits = splits_of(T, columns, K, group, q.device) if scratch_bytes is None else 0
     counters = empty_counters(T, splits, q.device)
     lists = torch.empty(programs, listed, dtype=torch.int64, device=q.device)
-    # not behind the scores on Hopper: programs that wait beside them cost 4096 rows of 32,768 keys 2,244 us, not 2,147
+    # Not behind the scores on Hopper: with programs that wait beside them, 4096 rows of 32,768 keys took 2,244 us and
+    # without 2,147 (one run on an H200, 2026-12-01).
     hopper = on_hopper(q, pool, group, rows_per_request, init_tokens + local_tokens, counters)
     early = scored and not hopper and dependent_launch(q.device)
     if splits:

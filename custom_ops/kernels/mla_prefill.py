@@ -7,7 +7,10 @@ mla_prefill_dense.py does it. Where the bits of a row must not depend on other r
 attention as in a deterministic decode, between products of fixed tiles (fixed_products.py).
 """
 
+from functools import partial
+
 import torch
+import triton
 from torch import Tensor
 
 from compiled_dsa.custom_ops.kernels import mla_prefill_dense as dense
@@ -25,9 +28,11 @@ from compiled_dsa.custom_ops.kernels.fixed_products import multiply
 from compiled_dsa.custom_ops.layout import PAGE
 from compiled_dsa.custom_ops.mla_prefill import row_scratch_bytes
 
-# Dequantising costs at most 0.6 ns a token of the pool; the Gluon kernel then saves 0.6 ns (64 heads) to 1.3 ns (128
-# heads) a lane of the selection (H200, 4096 rows, K = 2048). Rows may have fewer lanes than their ids have columns.
-LANES_PER_TOKEN = 4
+# Dequantising costs at most 0.6 ns a token, and saves 0.22 ns (128 heads) or 0.11 ns (64 heads) a lane of the selection
+# over reading the pool in place (H200, 4096 rows, K = 2048). Rows may have fewer lanes than their ids have columns.
+LANES_PER_TOKEN = 6
+
+_ROUNDING = 2048  # bytes, of torch's allocations
 
 _MOST_ELEMENTS = 2**31 - 1  # of latents [H, rows, L]: kernels count those between heads in int32
 
@@ -102,20 +107,21 @@ def attend_absorbed(
     L, R = kv_b.shape[2], q_rope.shape[2]
     gluon = refuses_gluon(q_rope, pool, L, scale) is None
     row_bytes = H * L * q_nope.element_size()
-    places = None  # of pages in a pool of the batch's pages alone
+    places = None  # of the pool's pages in a pool of the batch's pages alone
+    if topk is None:
+        page_table = page_table[:, : triton.cdiv(width, PAGE)]
     if gluon and pool.dtype == torch.uint8:
-        listed = own_pages and page_table.numel() < pool.shape[0]
+        listed = own_pages and 0 < 2 * page_table.numel() <= pool.shape[0]  # two more kernels must be worth it
         pages = page_table.numel() if listed else pool.shape[0]
-        # places and new numbers; torch rounds allocations to 512 bytes
-        numbers = 4 * (pool.shape[0] + page_table.numel()) + 2048 if listed else 0
+        numbers = 4 * (pool.shape[0] + (page_table.numel() if topk is None else 0)) + _ROUNDING if listed else 0
         row_bytes += 4 * width if listed and topk is not None else 0
         gluon = worth_dequantising(pages, L, R, T * width, row_bytes + numbers, scratch_bytes)
+        if gluon:
+            scratch_bytes -= dequantised_bytes(pages, L, R) + numbers
         if gluon and listed:
             pool, places = dequantise_pages(pool, page_table, L, R)
-            page_table = page_table if topk is not None else renumber(page_table, places, 1)
         elif gluon:
             pool = dequantise(pool, L, R)
-        scratch_bytes -= pool.nbytes + numbers if gluon else 0
     if gluon:
         from compiled_dsa.custom_ops.kernels import sparse_mla_gluon
 
@@ -123,6 +129,7 @@ def attend_absorbed(
         wave = max(1, multiprocessors(pool.device) * sparse_mla_gluon.HEADS // H)
         if wave < rows_at_once < T:
             rows_at_once -= rows_at_once % wave  # a last wave that is nearly empty costs as much as a full one
+        lse = None
     else:
         rows_at_once = min(T, scratch_bytes // row_scratch_bytes(q_nope, kv_b), _MOST_ELEMENTS // (H * L))
         lse = torch.empty(rows_at_once, H, dtype=torch.float32, device=q_nope.device)
@@ -130,23 +137,31 @@ def attend_absorbed(
     # Absorbed queries, and in their place the attention's outputs: a program of any kernel reads its queries before it
     # writes, and no other program reads them. A bmm works head by head, 10 % faster on rows that lie so.
     buffer = q_nope.new_empty(H, rows_at_once, L)
+    if gluon:
+        attend = partial(sparse_mla_gluon.launch, width=width)
+    elif sparse_mla_hopper.refuses(buffer.transpose(0, 1), q_rope, pool, scale, buffer.transpose(0, 1)) is None:
+        attend = partial(sparse_mla_hopper.launch, chosen=sparse_mla_hopper.ALONE, width=width)
+    else:
+        tile = sparse_mla.tiling(rows_at_once, H, L, width, q_nope.dtype, q_nope.device)._replace(splits=1)
+        attend = partial(sparse_mla.launch, tile=tile, width=width)
+    renumbered = None
+    if places is not None and topk is None:
+        page_table = renumber(
+            page_table, places, 1, torch.empty_like(page_table, memory_format=torch.contiguous_format)
+        )
+    elif places is not None:
+        renumbered = torch.empty(rows_at_once, width, dtype=torch.int32, device=topk.device)
     for start in range(0, T, rows_at_once):
         stop = min(start + rows_at_once, T)
         rows = slice(start, stop)
         latent = buffer[:, : stop - start]
         torch.bmm(q_nope[rows].transpose(0, 1), w_uk, out=latent)
         latent = latent.transpose(0, 1)
-        ids = None if topk is None else topk[rows, :width]
-        if places is not None and ids is not None:
-            ids = renumber(ids, places, PAGE)
-        arguments = (latent, q_rope[rows], pool, ids, count[rows], page_table, req_of_row[rows], scale, sinks, latent)
-        if gluon:
-            sparse_mla_gluon.launch(*arguments, None, width)
-        elif pool.dtype == torch.uint8 and sparse_mla_hopper.refuses(latent, q_rope, pool, scale, latent) is None:
-            sparse_mla_hopper.launch(*arguments, lse[: stop - start], sparse_mla_hopper.ALONE, width)
-        else:
-            tile = sparse_mla.tiling(rows_at_once, H, L, width, q_nope.dtype, q_nope.device)._replace(splits=1)
-            sparse_mla.launch(*arguments, lse[: stop - start], tile, width)
+        ids = None if topk is None else topk[rows]
+        if renumbered is not None:
+            ids = renumber(ids, places, PAGE, renumbered[: stop - start])
+        selection = (pool, ids, count[rows], page_table, req_of_row[rows], scale, sinks)
+        attend(latent, q_rope[rows], *selection, latent, None if lse is None else lse[: stop - start])
         torch.bmm(latent.transpose(0, 1), w_uv, out=out[rows].transpose(0, 1))
 
 

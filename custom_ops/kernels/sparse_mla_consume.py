@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from compiled_dsa.custom_ops.kernels.common import LN2, LOG2E
+from compiled_dsa.custom_ops.kernels.gluon_names import thread_barrier, tma_store
 from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, fetch
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     HALF,
@@ -29,7 +30,6 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     place_of_tile,
     slots_of_lanes,
     steps_of,
-    thread_barrier,
     tile_of,
 )
 from compiled_dsa.custom_ops.layout import PAGE
@@ -40,9 +40,6 @@ _OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16]))
 # Steps between the one that is attended and the one whose rows the L2 cache fetches; the producer is one ahead itself.
 _AHEAD = gl.constexpr(2)
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-# Triton 3.9 has renamed it.
-tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 class Heads(NamedTuple):

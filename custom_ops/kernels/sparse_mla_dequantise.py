@@ -19,18 +19,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
+from compiled_dsa.custom_ops.kernels.gluon_names import copy, thread_barrier
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     KEYS,
     NONE,
     ROPE,
     TILE_HEADS,
-    copy,
     fetch_queries,
     lanes_of_tile,
     place_of_tile,
     slots_of_block,
     steps_of,
-    thread_barrier,
     tile_of,
 )
 from compiled_dsa.custom_ops.layout import LATENT_GROUP

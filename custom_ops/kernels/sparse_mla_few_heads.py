@@ -37,7 +37,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from compiled_dsa.custom_ops.kernels.common import LN2, LOG2E, multiprocessors
-from compiled_dsa.custom_ops.kernels.sparse_mla_consume import Heads, tma_store
+from compiled_dsa.custom_ops.kernels.gluon_names import thread_barrier, tma_store
+from compiled_dsa.custom_ops.kernels.sparse_mla_consume import Heads
 from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, reinterpret
 from compiled_dsa.custom_ops.kernels.sparse_mla_fragments import (
     CODES,
@@ -70,7 +71,6 @@ from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     lanes_of_tile,
     place_of_tile,
     steps_of,
-    thread_barrier,
     tile_of,
 )
 from compiled_dsa.custom_ops.kernels.sparse_mla_hopper import FEW_HEADS

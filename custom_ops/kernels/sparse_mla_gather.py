@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from compiled_dsa.custom_ops.kernels.gluon_names import copy, tma_load
 from compiled_dsa.custom_ops.kernels.sparse_mla_hopper import DIMS, HEADS
 from compiled_dsa.custom_ops.layout import PAGE
 
@@ -25,11 +26,6 @@ NONE = gl.constexpr(float("-inf"))
 # A thread copies 16 bytes of 4 keys, 64 columns apart.
 _GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _GATHER_ROWS = gl.constexpr(gl.SliceLayout(1, _GATHER))
-
-# Triton 3.9 has renamed them.
-copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-_tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 class Buffers(NamedTuple):
@@ -171,8 +167,8 @@ def fetch_queries(q_desc, rows, tile, parity, buffers, barriers):
     row, _split, head = place_of_tile(rows, tile)
     mbarrier.wait(barriers.q_empty, parity ^ 1)
     mbarrier.expect(barriers.q_full, TILE_HEADS * LATENT * 2)
-    _tma_load(q_desc, [row, head, 0], barriers.q_full, buffers.q_left.index(0))
-    _tma_load(q_desc, [row, head, HALF], barriers.q_full, buffers.q_right.index(0))
+    tma_load(q_desc, [row, head, 0], barriers.q_full, buffers.q_left.index(0))
+    tma_load(q_desc, [row, head, HALF], barriers.q_full, buffers.q_right.index(0))
 
 
 @gluon.jit

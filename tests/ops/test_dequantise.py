@@ -20,7 +20,7 @@ def test_new_numbers(device, unit):
     some += [-1, -64, -(2**31), 5 * unit, 5 * unit + 1, 2**31 - 1]
     ids = int32([some * 70, some[::-1] * 70], device)
     apart = torch.cat([ids, ids], 1)[:, : ids.shape[1]]
-    found = renumber(apart, places, unit)
+    found = renumber(apart, places, unit, torch.empty_like(ids))
     inside = (ids >= 0) & (ids < 5 * unit)
     page = torch.where(inside, ids // unit, 1).long()
     want = torch.where(places[page] >= 0, places[page] * unit + ids % unit, -1)

@@ -73,6 +73,7 @@ def test_choices(hopper, HI, deterministic, together):
     q, weights, pool, *rows = hard_batch([150, 90], [8500, 700], HI)
     chosen = poisoned(len(q), K, dtype=torch.int32, device="cuda")
     scratch = together * 4 * PAGE * rows[0].shape[1]
+    assert on_hopper(q, pool, len(q) // 2)
     INDEX_TOPK_PREFILL.overload(q, weights, pool, *rows, chosen, deterministic, scratch, provider="triton")
     check_topk(chosen, rows[2], *index_scores_oracle(q, weights, pool, *rows))
 

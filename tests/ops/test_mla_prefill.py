@@ -202,14 +202,14 @@ def test_what_the_gluon_kernel_refuses(changes, reason):
 
 
 def test_when_fp8_pages_are_dequantised():
-    from compiled_dsa.custom_ops.kernels.mla_prefill import worth_dequantising
+    from compiled_dsa.custom_ops.kernels.mla_prefill import LANES_PER_TOKEN, worth_dequantising
 
-    size, tokens = 5 * PAGE * 576 * 2, 5 * PAGE
+    size, lanes = 5 * PAGE * 576 * 2, LANES_PER_TOKEN * 5 * PAGE
     row = 1024
-    assert worth_dequantising(5, 512, 64, 4 * tokens, row, 2 * size)
-    assert not worth_dequantising(5, 512, 64, 4 * tokens - 1, row, 2 * size)
-    assert not worth_dequantising(5, 512, 64, 4 * tokens, row, 2 * size - 1)
-    assert not worth_dequantising(5, 512, 64, 4 * tokens, size + 1, 2 * size)  # no room for a row
+    assert worth_dequantising(5, 512, 64, lanes, row, 2 * size)
+    assert not worth_dequantising(5, 512, 64, lanes - 1, row, 2 * size)
+    assert not worth_dequantising(5, 512, 64, lanes, row, 2 * size - 1)
+    assert not worth_dequantising(5, 512, 64, lanes, size + 1, 2 * size)  # no room for a row
 
 
 @pytest.fixture
@@ -309,6 +309,7 @@ def test_gluon_log_sum_exp(gluon_calls):
 def test_gluon_reads_fp8_pools_through_scratch_or_in_place(gluon_calls):
     args = ragged(setup(40, 64, 128, 128, 512, 64, FP8, torch.bfloat16, "cuda"))
     size = 9 * PAGE * 576 * 2
+    args[3], args[4] = args[3].repeat(1, 2), args[4] * 2  # 5,600 lanes, where 3,456 repay it
     for budget, slices, dtype in ((2 * size, 4, torch.bfloat16), (2 * size - 1, 2, torch.uint8)):
         gluon_calls.clear()
         out = poisoned(40, 64, 128, dtype=torch.bfloat16, device="cuda")
@@ -319,8 +320,14 @@ def test_gluon_reads_fp8_pools_through_scratch_or_in_place(gluon_calls):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("H", [16, 96])
-def test_other_head_counts_read_fp8_pools_in_place(H):
-    args = ragged(setup(40, H, 128, 128, 512, 64, FP8, torch.bfloat16, "cuda", sinks=True))
+@pytest.mark.parametrize("pool_dtype", [FP8, torch.bfloat16])
+def test_other_head_counts_are_not_the_plain_kernels(monkeypatch, H, pool_dtype):
+    if not HOPPER:
+        pytest.skip("the Gluon kernels run on Hopper alone")
+    from compiled_dsa.custom_ops.kernels import sparse_mla
+
+    monkeypatch.setattr(sparse_mla, "launch", None)
+    args = ragged(setup(40, H, 128, 128, 512, 64, pool_dtype, torch.bfloat16, "cuda", sinks=True))
     out = poisoned(40, H, 128, dtype=torch.bfloat16, device="cuda")
     torch.ops.compiled_dsa.mla_prefill(*args, out, 1 << 24)
     check(out, args)
@@ -329,29 +336,61 @@ def test_other_head_counts_read_fp8_pools_in_place(H):
 @pytest.mark.gpu
 @pytest.mark.parametrize("paged", [False, True])
 def test_the_pages_of_a_batch_are_dequantised_alone(gluon_calls, paged):
-    """6 of 9 pages: one that two requests share, entries outside the pool, lanes without a token."""
+    """6 of 30 pages: one that two requests share, entries outside the pool, lanes without a token. 132 rows of one
+    selection fill the budget."""
     args = setup(300, 128, 128, 128, 512, 64, FP8, torch.bfloat16, "cuda", sinks=True)
+    args[2] = random_latent_pool(30, 512, 64, FP8, "cuda")
+    args[5] = random_page_table(3, 2, 30, "cuda")
     table, requests = args[5:7]
     table[1, 0] = table[0, 0]
     if paged:
-        table[2] = torch.tensor([-1, 9], device="cuda")
+        table[2] = torch.tensor([-1, 30], device="cuda")
         args[3], args[4] = None, args[4] * 2
     else:
         offset = torch.arange(2 * PAGE, device="cuda").int() % PAGE
         slots = table[requests.long()].repeat_interleave(PAGE, 1) * PAGE + offset
         args[3] = torch.stack([row[torch.randperm(2 * PAGE, device="cuda")[:70]] for row in slots])
         args[3][:, ::7] = -1
+        args[3] = torch.nn.functional.pad(args[3], (0, 2048 - 70), value=-1)
     out = poisoned(300, 128, 128, dtype=torch.bfloat16, device="cuda")
-    rest = (out, 1 << 24, None, False, True)
+    wave = torch.cuda.get_device_properties("cuda").multi_processor_count // 2
+    row = 128 * 1024 + (0 if paged else 4 * 2048)
+    budget = 2 * wave * row + 6 * PAGE * 576 * 2 + 4096
+    rest = (out, budget, None, False, True)
     torch.ops.compiled_dsa.mla_prefill(*args, *rest)
     assert {(pool, dtype) for _, pool, dtype in gluon_calls} == {((6, PAGE, 576), torch.bfloat16)}
-    assert sum(rows_of(gluon_calls)) == 300 and len(gluon_calls) > 1
+    assert rows_of(gluon_calls)[:2] == [2 * wave, 2 * wave] and sum(rows_of(gluon_calls)) == 300
     check(out, args)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.ops.compiled_dsa.mla_prefill(*args, *rest)
-    assert torch.cuda.max_memory_allocated() - before <= 1 << 24
+    assert torch.cuda.max_memory_allocated() - before <= budget
+
+
+@pytest.mark.gpu
+def test_a_table_wider_than_the_bound(gluon_calls):
+    """Without a selection, of 100 columns only those of ``max_count`` tokens are dequantised."""
+    args = setup(40, 64, 128, 128, 512, 64, FP8, torch.bfloat16, "cuda", sinks=True)
+    args[2], args[3] = random_latent_pool(400, 512, 64, FP8, "cuda"), None
+    args[5] = random_page_table(3, 100, 400, "cuda")
+    args[4][:] = torch.arange(40) * 4
+    out = poisoned(40, 64, 128, dtype=torch.bfloat16, device="cuda")
+    torch.ops.compiled_dsa.mla_prefill(*args, out, 1 << 24, 150, False, True)
+    assert gluon_calls == [(40, (9, PAGE, 576), torch.bfloat16)]
+    args[4].clamp_(max=150)
+    check(out, args)
+
+
+def test_slots_off_the_table_are_left_out():
+    """With ``own_pages``, in the reference, so that tests on a CPU notice a caller that does not keep its promise."""
+    args = setup(4, *SIZES["fp32"], "cpu")
+    args[5] = args[2].new_tensor([[3, -1], [5, 9], [3, 2**31 - 1]], dtype=torch.int32)
+    outs = [torch.empty(4, 8, 48) for _ in range(2)]
+    torch.ops.compiled_dsa.mla_prefill(*args, outs[0], BUDGET, None, False, True)
+    args[3] = torch.where((args[3] // PAGE == 3) | (args[3] // PAGE == 5), args[3], -1)
+    torch.ops.compiled_dsa.mla_prefill(*args, outs[1], BUDGET)
+    assert torch.equal(*outs) and outs[0].any()
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ import torch
 from compiled_dsa.cli.overview import sample_arguments
 from compiled_dsa.custom_ops import OPS
 from compiled_dsa.custom_ops.kernels.common import multiprocessors
+from compiled_dsa.custom_ops.kernels.index_scores import on_hopper
 from compiled_dsa.custom_ops.layout import FP8
 from compiled_dsa.testing import (
     check_topk,
@@ -105,6 +106,7 @@ def test_index_topk_on_hopper():
     visible = torch.arange(rows, device="cuda", dtype=torch.int32) + 1100
     pool, q = random_index_pool(40, 128, FP8, "cuda"), random(rows, 64, 128, dtype=FP8)
     weights, chosen = random(rows, 64, dtype=torch.float32), int32(*[0] * 33 * rows).view(rows, 33)
+    assert on_hopper(q, pool, 0, rows // 2, 0, None) == (torch.cuda.get_device_capability() == (9, 0))
     ops.index_topk_prefill(q, weights, pool, table, requests, visible, chosen, False, 1 << 20, provider="triton")
     check_topk(chosen, visible, *index_scores_oracle(q, weights, pool, table, requests, visible))
 
@@ -178,7 +180,8 @@ def test_fp8_pages_dequantised():
     assert whole.isfinite().all()
     pages, places = dequantise_pages(pool, table, 512, 64)
     assert torch.equal(pages[[0, 2]], whole[[2, 0]]) and places.tolist() == [2, -1, 0]
-    assert renumber(int32(130, 64, 5, -1, 192)[None], places, 64).tolist() == [[2, -1, 133, -1, -1]]
+    ids = int32(130, 64, 5, -1, 192)[None]
+    assert renumber(ids, places, 64, torch.empty_like(ids)).tolist() == [[2, -1, 133, -1, -1]]
 
 
 def test_what_stands_around_libraries():
