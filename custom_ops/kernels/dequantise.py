@@ -47,10 +47,12 @@ def _dequantise(
         entry = first // PAGE
         page = tl.load(page_table + entry // width * table_row + entry % width)
         good = (page >= 0) & (page < pages)
-        # of a page that is listed twice, either place holds the same
-        tl.store(places + page, entry.to(tl.int32), mask=good & (first % PAGE == 0))
+        if first % PAGE == 0:
+            tl.store(
+                places + page, entry.to(tl.int32), mask=good
+            )  # of a page listed twice, either place holds the same
         slot = page.to(tl.int64) * PAGE + token % PAGE
-        there = there & good
+        there = token < tl.where(good, tokens, 0)
     there = there[:, None]
     slot = tl.where(there, slot[:, None], 0)
     token = token[:, None]

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from compiled_dsa.custom_ops import MLA_PREFILL
+from compiled_dsa.custom_ops.kernels.common import multiprocessors
 from compiled_dsa.custom_ops.layout import FP8, PAGE
 from compiled_dsa.custom_ops.mla_prefill import row_scratch_bytes
+from compiled_dsa.custom_ops.sparse_mla import attend, selected_slots
 from compiled_dsa.testing import (
     attention_oracle,
     attention_tolerance,
@@ -222,12 +224,42 @@ def gluon_calls(monkeypatch):
     calls: list[tuple[int, torch.Size, torch.dtype]] = []
     launch = sparse_mla_gluon.launch
 
-    def spy(q_latent, q_rope, pool, *args):
+    def spy(q_latent, q_rope, pool, *args, **keywords):
         calls.append((q_latent.shape[0], pool.shape, pool.dtype))
-        launch(q_latent, q_rope, pool, *args)
+        launch(q_latent, q_rope, pool, *args, **keywords)
 
     monkeypatch.setattr(sparse_mla_gluon, "launch", spy)
     return calls
+
+
+@pytest.fixture
+def calls_anywhere(device, request, monkeypatch):
+    """As ``gluon_calls``. On a CPU the reference takes the place of the Gluon kernel, and what is around it runs."""
+    if device == "cuda":
+        return request.getfixturevalue("gluon_calls")
+    sparse_mla_gluon = pytest.importorskip("compiled_dsa.custom_ops.kernels.sparse_mla_gluon")
+    from compiled_dsa.custom_ops.kernels import mla_prefill
+
+    calls: list[tuple[int, torch.Size, torch.dtype]] = []
+
+    def launch(q_latent, q_rope, pool, topk, count, table, requests, scale, sinks, out, lse, width):
+        calls.append((q_latent.shape[0], pool.shape, pool.dtype))
+        slots = selected_slots(topk, count.clamp(max=width), table, requests, pool.shape[0])
+        out.copy_(attend(q_latent, q_rope, pool, slots, scale, sinks)[0])
+
+    monkeypatch.setattr(sparse_mla_gluon, "launch", launch)
+    monkeypatch.setattr(mla_prefill, "refuses_gluon", lambda *args: None)
+    return calls
+
+
+def by_triton(*args):
+    """The op by its kernels, which Triton's interpreter runs on a CPU; there it may be asked for no product of bf16."""
+    if args[0].is_cuda:
+        torch.ops.compiled_dsa.mla_prefill(*args)
+    else:
+        from compiled_dsa.custom_ops.kernels import mla_prefill
+
+        mla_prefill.run(*args)
 
 
 def rows_of(calls):
@@ -333,52 +365,65 @@ def test_other_head_counts_are_not_the_plain_kernels(monkeypatch, H, pool_dtype)
     check(out, args)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("paged", [False, True])
-def test_the_pages_of_a_batch_are_dequantised_alone(gluon_calls, paged):
-    """6 of 30 pages: one that two requests share, entries outside the pool, lanes without a token. 132 rows of one
-    selection fill the budget."""
-    args = setup(300, 128, 128, 128, 512, 64, FP8, torch.bfloat16, "cuda", sinks=True)
-    args[2] = random_latent_pool(30, 512, 64, FP8, "cuda")
-    args[5] = random_page_table(3, 2, 30, "cuda")
+def test_the_pages_of_a_batch_are_dequantised_alone(device, calls_anywhere, paged):
+    """6 of 30 pages: one that two requests share, entries outside the pool, lanes without a token. The rows of two
+    waves fill the budget."""
+    wave = multiprocessors(torch.device(device)) // 2
+    T = 4 * wave + wave // 2
+    args = setup(T, 128, 128, 128, 512, 64, FP8, torch.bfloat16, device, sinks=True)
+    args[2] = random_latent_pool(30, 512, 64, FP8, device)
+    args[5] = random_page_table(3, 2, 30, device)
     table, requests = args[5:7]
     table[1, 0] = table[0, 0]
     if paged:
-        table[2] = torch.tensor([-1, 30], device="cuda")
+        table[2] = torch.tensor([-1, 30], device=device)
         args[3], args[4] = None, args[4] * 2
     else:
-        offset = torch.arange(2 * PAGE, device="cuda").int() % PAGE
+        offset = torch.arange(2 * PAGE, device=device).int() % PAGE
         slots = table[requests.long()].repeat_interleave(PAGE, 1) * PAGE + offset
-        args[3] = torch.stack([row[torch.randperm(2 * PAGE, device="cuda")[:70]] for row in slots])
+        args[3] = torch.stack([row[torch.randperm(2 * PAGE, device=device)[:70]] for row in slots])
         args[3][:, ::7] = -1
         args[3] = torch.nn.functional.pad(args[3], (0, 2048 - 70), value=-1)
-    out = poisoned(300, 128, 128, dtype=torch.bfloat16, device="cuda")
-    wave = torch.cuda.get_device_properties("cuda").multi_processor_count // 2
+    out = poisoned(T, 128, 128, dtype=torch.bfloat16, device=device)
     row = 128 * 1024 + (0 if paged else 4 * 2048)
     budget = 2 * wave * row + 6 * PAGE * 576 * 2 + 4096
+    if device == "cpu":  # so few rows that half of the scratch would not hold the pages
+        budget += 6 * PAGE * 576 * 2
     rest = (out, budget, None, False, True)
-    torch.ops.compiled_dsa.mla_prefill(*args, *rest)
-    assert {(pool, dtype) for _, pool, dtype in gluon_calls} == {((6, PAGE, 576), torch.bfloat16)}
-    assert rows_of(gluon_calls)[:2] == [2 * wave, 2 * wave] and sum(rows_of(gluon_calls)) == 300
+    by_triton(*args, *rest)
+    assert {(pool, dtype) for _, pool, dtype in calls_anywhere} == {((6, PAGE, 576), torch.bfloat16)}
+    assert sum(rows_of(calls_anywhere)) == T
     check(out, args)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    torch.ops.compiled_dsa.mla_prefill(*args, *rest)
-    assert torch.cuda.max_memory_allocated() - before <= budget
+    if device == "cuda":
+        assert rows_of(calls_anywhere) == [2 * wave, 2 * wave, wave // 2]
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        by_triton(*args, *rest)
+        assert torch.cuda.max_memory_allocated() - before <= budget
 
 
-@pytest.mark.gpu
-def test_a_table_wider_than_the_bound(gluon_calls):
+def test_a_table_wider_than_the_bound(device, calls_anywhere):
     """Without a selection, of 100 columns only those of ``max_count`` tokens are dequantised."""
-    args = setup(40, 64, 128, 128, 512, 64, FP8, torch.bfloat16, "cuda", sinks=True)
-    args[2], args[3] = random_latent_pool(400, 512, 64, FP8, "cuda"), None
-    args[5] = random_page_table(3, 100, 400, "cuda")
+    args = setup(40, 64, 128, 128, 512, 64, FP8, torch.bfloat16, device, sinks=True)
+    args[2], args[3] = random_latent_pool(400, 512, 64, FP8, device), None
+    args[5] = random_page_table(3, 100, 400, device)
     args[4][:] = torch.arange(40) * 4
-    out = poisoned(40, 64, 128, dtype=torch.bfloat16, device="cuda")
-    torch.ops.compiled_dsa.mla_prefill(*args, out, 1 << 24, 150, False, True)
-    assert gluon_calls == [(40, (9, PAGE, 576), torch.bfloat16)]
+    out = poisoned(40, 64, 128, dtype=torch.bfloat16, device=device)
+    by_triton(*args, out, 1 << 24, 150, False, True)
+    assert calls_anywhere == [(40, (9, PAGE, 576), torch.bfloat16)]
     args[4].clamp_(max=150)
+    check(out, args)
+
+
+def test_a_small_pool_is_dequantised_whole(device, calls_anywhere):
+    """Whoever owns its pages, and of many pages none where they are owned by nobody."""
+    args = setup(40, 64, 128, 128, 512, 64, FP8, torch.bfloat16, device)
+    args[3], args[4] = args[3].repeat(1, 2), args[4] * 2
+    out = poisoned(40, 64, 128, dtype=torch.bfloat16, device=device)
+    by_triton(*args, out, 1 << 24)
+    assert calls_anywhere == [(40, (9, PAGE, 576), torch.bfloat16)]
     check(out, args)
 
 
