@@ -8,6 +8,7 @@ attention as in a deterministic decode, between products of fixed tiles (fixed_p
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -98,6 +99,46 @@ def run(
         dense.attend(q_nope, q_rope, pool, *selection, kv_b, scale, sinks, out, width, plan)
 
 
+class Source(NamedTuple):
+    """What the Gluon kernel reads: a bf16 pool, or what takes the place of an fp8 one.
+
+    Attributes:
+        pool: bf16 [pages, 64, L + R].
+        page_table: of its pages, where there is no selection.
+        places: from which ``renumber`` makes its slots, None where they are those of the op's pool.
+        scratch_bytes: of the budget, what is left for rows.
+        id_bytes: of these, for the slots of a row.
+    """
+
+    pool: Tensor
+    page_table: Tensor
+    places: Tensor | None
+    scratch_bytes: int
+    id_bytes: int
+
+
+def dequantised(
+    pool, page_table, paged: bool, own_pages: bool, L: int, R: int, T: int, width: int, row_bytes: int,
+    scratch_bytes: int,
+) -> Source | None:  # fmt: skip
+    """A pool, or the pages of its batch where these are few beside it, in bf16; None where that does not pay."""
+    listed = own_pages and 0 < 2 * page_table.numel() <= pool.shape[0]  # two more kernels must be worth it
+    pages, numbers, id_bytes = pool.shape[0], 0, 0
+    if listed:
+        pages, id_bytes = page_table.numel(), 0 if paged else 4 * width
+        numbers = 4 * (pool.shape[0] + (pages if paged else 0)) + _ROUNDING
+    if not worth_dequantising(pages, L, R, T * width, row_bytes + id_bytes + numbers, scratch_bytes):
+        return None
+    scratch_bytes -= dequantised_bytes(pages, L, R) + numbers
+    if not listed:
+        return Source(dequantise(pool, L, R), page_table, None, scratch_bytes, 0)
+    pool, places = dequantise_pages(pool, page_table, L, R)
+    if paged:
+        table = torch.empty(page_table.shape, dtype=torch.int32, device=page_table.device)
+        return Source(pool, renumber(page_table, places, 1, table), None, scratch_bytes, 0)
+    return Source(pool, page_table, places, scratch_bytes, id_bytes)
+
+
 def attend_absorbed(
     q_nope, q_rope, pool, topk, count, page_table, req_of_row, kv_b, scale, sinks, out, scratch_bytes, width: int,
     own_pages: bool,
@@ -105,27 +146,21 @@ def attend_absorbed(
     """The op without expanded keys; ``width``: lanes that count at most."""
     T, H, N = q_nope.shape
     L, R = kv_b.shape[2], q_rope.shape[2]
-    gluon = refuses_gluon(q_rope, pool, L, scale) is None
     row_bytes = H * L * q_nope.element_size()
-    places = None  # of the pool's pages in a pool of the batch's pages alone
     if topk is None:
         page_table = page_table[:, : triton.cdiv(width, PAGE)]
-    if gluon and pool.dtype == torch.uint8:
-        listed = own_pages and 0 < 2 * page_table.numel() <= pool.shape[0]  # two more kernels must be worth it
-        pages = page_table.numel() if listed else pool.shape[0]
-        numbers = 4 * (pool.shape[0] + (page_table.numel() if topk is None else 0)) + _ROUNDING if listed else 0
-        row_bytes += 4 * width if listed and topk is not None else 0
-        gluon = worth_dequantising(pages, L, R, T * width, row_bytes + numbers, scratch_bytes)
-        if gluon:
-            scratch_bytes -= dequantised_bytes(pages, L, R) + numbers
-        if gluon and listed:
-            pool, places = dequantise_pages(pool, page_table, L, R)
-        elif gluon:
-            pool = dequantise(pool, L, R)
-    if gluon:
+    source = None
+    if refuses_gluon(q_rope, pool, L, scale) is None:
+        source = Source(pool, page_table, None, scratch_bytes, 0)
+        if pool.dtype == torch.uint8:
+            sizes = (L, R, T, width, row_bytes, scratch_bytes)
+            source = dequantised(pool, page_table, topk is None, own_pages, *sizes)
+    places = None
+    if source is not None:
         from compiled_dsa.custom_ops.kernels import sparse_mla_gluon
 
-        rows_at_once = min(T, scratch_bytes // row_bytes)
+        pool, page_table, places, scratch_bytes, id_bytes = source
+        rows_at_once = min(T, scratch_bytes // (row_bytes + id_bytes))
         wave = max(1, multiprocessors(pool.device) * sparse_mla_gluon.HEADS // H)
         if wave < rows_at_once < T:
             rows_at_once -= rows_at_once % wave  # a last wave that is nearly empty costs as much as a full one
@@ -137,19 +172,14 @@ def attend_absorbed(
     # Absorbed queries, and in their place the attention's outputs: a program of any kernel reads its queries before it
     # writes, and no other program reads them. A bmm works head by head, 10 % faster on rows that lie so.
     buffer = q_nope.new_empty(H, rows_at_once, L)
-    if gluon:
+    if source is not None:
         attend = partial(sparse_mla_gluon.launch, width=width)
     elif sparse_mla_hopper.refuses(buffer.transpose(0, 1), q_rope, pool, scale, buffer.transpose(0, 1)) is None:
         attend = partial(sparse_mla_hopper.launch, chosen=sparse_mla_hopper.ALONE, width=width)
     else:
         tile = sparse_mla.tiling(rows_at_once, H, L, width, q_nope.dtype, q_nope.device)._replace(splits=1)
         attend = partial(sparse_mla.launch, tile=tile, width=width)
-    renumbered = None
-    if places is not None and topk is None:
-        page_table = renumber(
-            page_table, places, 1, torch.empty_like(page_table, memory_format=torch.contiguous_format)
-        )
-    elif places is not None:
+    if places is not None:
         renumbered = torch.empty(rows_at_once, width, dtype=torch.int32, device=topk.device)
     for start in range(0, T, rows_at_once):
         stop = min(start + rows_at_once, T)
@@ -158,7 +188,7 @@ def attend_absorbed(
         torch.bmm(q_nope[rows].transpose(0, 1), w_uk, out=latent)
         latent = latent.transpose(0, 1)
         ids = None if topk is None else topk[rows]
-        if renumbered is not None:
+        if places is not None:
             ids = renumber(ids, places, PAGE, renumbered[: stop - start])
         selection = (pool, ids, count[rows], page_table, req_of_row[rows], scale, sinks)
         attend(latent, q_rope[rows], *selection, latent, None if lse is None else lse[: stop - start])
