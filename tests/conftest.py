@@ -55,6 +55,15 @@ def one_patch_a_launch():
 
 
 @pytest.fixture
+def hopper():
+    """For tests of kernels that run on Hopper GPUs alone; what serves other GPUs in their place is tested there too."""
+    from compiled_dsa.custom_ops.kernels.common import HOPPER
+
+    if not CUDA or torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("its kernel runs on Hopper GPUs alone")
+
+
+@pytest.fixture
 def fresh_dynamo():
     """Nothing compiled before, so that compiles can be counted."""
     torch._dynamo.reset()

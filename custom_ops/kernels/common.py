@@ -9,6 +9,7 @@ from compiled_dsa.custom_ops.layout import PAGE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert e4m3
+HOPPER = (9, 0)  # wgmma is its alone
 
 # A grid on the CPU is sized as for a GPU of this many multiprocessors: so few that at the sizes of tests some calls
 # split the keys of a row and others do not.

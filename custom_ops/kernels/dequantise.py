@@ -47,10 +47,8 @@ def _dequantise(
         entry = first // PAGE
         page = tl.load(page_table + entry // width * table_row + entry % width)
         good = (page >= 0) & (page < pages)
-        if first % PAGE == 0:
-            tl.store(
-                places + page, entry.to(tl.int32), mask=good
-            )  # of a page listed twice, either place holds the same
+        if first % PAGE == 0:  # of a page that is listed twice, either place holds the same
+            tl.store(places + page, entry.to(tl.int32), mask=good)
         slot = page.to(tl.int64) * PAGE + token % PAGE
         there = token < tl.where(good, tokens, 0)
     there = there[:, None]

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_dsa.custom_ops.kernels.common import dependent_launch, dot_precision, multiprocessors
+from compiled_dsa.custom_ops.kernels.common import HOPPER, dependent_launch, dot_precision, multiprocessors
 from compiled_dsa.custom_ops.layout import PAGE, split_index_pool
 
 TILE_COLUMNS = 128  # rows * index heads of one tile of scores
@@ -160,7 +160,7 @@ def on_hopper(q, pool, group: int, rows_per_request: int, forced: int, zeroed: t
         and q.data_ptr() % 16 == pool.data_ptr() % 16 == 0
         and pool.numel() <= 1 << 33  # scales are found by a 32-bit number of fp32 elements
         and pool.device.type == "cuda"
-        and torch.cuda.get_device_capability(pool.device) == (9, 0)
+        and torch.cuda.get_device_capability(pool.device) == HOPPER
     )
 
 

@@ -227,7 +227,7 @@ def _scores(
     )
 
 
-def splits_of(tiles: int, rows: int, requests: int, pages: int, programs: int) -> int:
+def splits_of_tiles(tiles: int, rows: int, requests: int, pages: int, programs: int) -> int:
     """Programs that share the keys of a tile of ``rows`` rows, so that the last of their waves is nearly full.
 
     A tile multiplies the keys of each of its requests by itself: one of as many requests as rows must not be what all
@@ -256,7 +256,7 @@ def launch(q, weights, pool, page_table, req_of_row, visible, scores, K: int) ->
     B, W = page_table.shape
     tile_rows = 2 * COLUMNS // HI
     tiles = triton.cdiv(T, tile_rows)
-    splits = splits_of(tiles, tile_rows, B, W, multiprocessors(q.device))
+    splits = splits_of_tiles(tiles, tile_rows, B, W, multiprocessors(q.device))
     _scores[(tiles, splits)](
         *descriptors(q, pool),
         weights,

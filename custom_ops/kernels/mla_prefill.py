@@ -172,9 +172,11 @@ def attend_absorbed(
     # Absorbed queries, and in their place the attention's outputs: a program of any kernel reads its queries before it
     # writes, and no other program reads them. A bmm works head by head, 10 % faster on rows that lie so.
     buffer = q_nope.new_empty(H, rows_at_once, L)
+    absorbed = buffer.transpose(0, 1)
+    in_place = pool.dtype == torch.uint8  # over bf16 pools, other head counts were not timed beside the plain kernel
     if source is not None:
         attend = partial(sparse_mla_gluon.launch, width=width)
-    elif sparse_mla_hopper.refuses(buffer.transpose(0, 1), q_rope, pool, scale, buffer.transpose(0, 1)) is None:
+    elif in_place and sparse_mla_hopper.refuses(absorbed, q_rope, pool, scale, absorbed) is None:
         attend = partial(sparse_mla_hopper.launch, chosen=sparse_mla_hopper.ALONE, width=width)
     else:
         tile = sparse_mla.tiling(rows_at_once, H, L, width, q_nope.dtype, q_nope.device)._replace(splits=1)

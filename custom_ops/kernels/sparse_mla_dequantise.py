@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from compiled_dsa.custom_ops.kernels.gluon_names import copy, thread_barrier
+from compiled_dsa.custom_ops.kernels.gluon_names import copy, reinterpret, thread_barrier
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     KEYS,
     NONE,
@@ -47,7 +47,6 @@ _WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 _QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 # Triton 3.9 has renamed it.
-_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 # Latents lie 2^-60 lower in shared memory, and so does rope of the queries. The bits of a code, moved into those of a
 # bf16, are its value times 2^-120; so one product, with the scale times 2^60, does the rest, and no scale from 2^-57 to
@@ -105,14 +104,6 @@ mov.b32 $2, a;
 mov.b32 $3, a;
 }
 """)
-
-
-@gluon.jit
-def reinterpret(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    if _RENAMED:
-        return buffer.reinterpret(dtype, shape, layout)
-    else:
-        return buffer._reinterpret(dtype, shape, layout)
 
 
 @gluon.jit

@@ -37,9 +37,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from compiled_dsa.custom_ops.kernels.common import LN2, LOG2E, multiprocessors
-from compiled_dsa.custom_ops.kernels.gluon_names import thread_barrier, tma_store
+from compiled_dsa.custom_ops.kernels.gluon_names import reinterpret, thread_barrier, tma_store
 from compiled_dsa.custom_ops.kernels.sparse_mla_consume import Heads
-from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, reinterpret
+from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT
 from compiled_dsa.custom_ops.kernels.sparse_mla_fragments import (
     CODES,
     GROUPS,

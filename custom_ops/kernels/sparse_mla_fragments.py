@@ -15,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from compiled_dsa.custom_ops.kernels.gluon_names import copy
-from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, ROW_WORDS, as_words, reinterpret
+from compiled_dsa.custom_ops.kernels.gluon_names import copy, reinterpret
+from compiled_dsa.custom_ops.kernels.sparse_mla_dequantise import LIFT, ROW_WORDS, as_words
 from compiled_dsa.custom_ops.kernels.sparse_mla_gather import (
     LATENT,
     NONE,

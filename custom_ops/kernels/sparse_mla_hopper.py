@@ -12,11 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
-from compiled_dsa.custom_ops.kernels.common import multiprocessors
+from compiled_dsa.custom_ops.kernels.common import HOPPER, multiprocessors
 from compiled_dsa.custom_ops.kernels.sparse_mla_combine import combine, empty_parts
 from compiled_dsa.custom_ops.layout import PAGE
 
-CAPABILITY = (9, 0)  # wgmma is Hopper's alone
 DIMS = (512, 64)  # L, R
 HEADS = 64  # of a tile
 MIN_HEADS = 8  # fewer are the plain kernel's: sparse_mla_gluon computes 64 however many there are
@@ -39,8 +38,8 @@ ALONE = Cut(1, 2)  # of a call whose rows must not depend on each other
 
 def refuses_machine(pool: Tensor) -> str | None:
     """Why no Gluon kernel runs where ``pool`` lies; Gluon is imported only where it does."""
-    if pool.device.type != "cuda" or torch.cuda.get_device_capability(pool.device) != CAPABILITY:
-        return f"needs a CUDA device of compute capability {CAPABILITY}"
+    if pool.device.type != "cuda" or torch.cuda.get_device_capability(pool.device) != HOPPER:
+        return f"needs a CUDA device of compute capability {HOPPER}"
     try:
         from compiled_dsa.custom_ops.kernels import sparse_mla_gluon  # noqa: F401
     except ImportError as error:

@@ -8,10 +8,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
-pytest.importorskip("triton.experimental.gluon")
-
 SCORES = """
 import sys
 import torch

@@ -16,12 +16,6 @@ def on_hopper(q, pool, rows_per_request=1000, group=0, forced=0, zeroed=None):
     return index_scores.on_hopper(q, pool, group, rows_per_request, forced, zeroed)
 
 
-@pytest.fixture
-def hopper():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-
-
 def hard_batch(extend, prefix, HI):
     """(q, weights, pool, page table, requests, visible): pages outside the pool, keys that are NaN, weights whose rows
     lie apart, one of them NaN."""
@@ -103,3 +97,13 @@ def test_queries_with_gaps_are_scored(hopper):
     for queries_of, out in zip((q, apart[:, 0]), chosen):
         INDEX_TOPK_PREFILL.overload(queries_of, weights, pool, *rows, out, True, 1 << 20, provider="triton")
     assert torch.equal(*chosen)
+
+
+def test_programs_that_share_the_keys_of_a_tile():
+    from compiled_dsa.custom_ops.kernels.index_scores_gluon import MOST_SPLITS, splits_of_tiles
+
+    assert splits_of_tiles(tiles=512, rows=8, requests=1, pages=512, programs=132) == 1
+    assert splits_of_tiles(tiles=8, rows=8, requests=1, pages=512, programs=132) == 16  # 128 of 132 programs
+    # a tile of decode rows beside a prefill: 8 requests' keys, one after the other
+    alone, mixed = (splits_of_tiles(257, 8, requests, 2048, 132) for requests in (1, 9))
+    assert alone < mixed <= MOST_SPLITS

@@ -13,7 +13,7 @@ import torch
 
 from compiled_dsa.cli.overview import sample_arguments
 from compiled_dsa.custom_ops import OPS
-from compiled_dsa.custom_ops.kernels.common import multiprocessors
+from compiled_dsa.custom_ops.kernels.common import HOPPER, multiprocessors
 from compiled_dsa.custom_ops.kernels.index_scores import on_hopper
 from compiled_dsa.custom_ops.layout import FP8
 from compiled_dsa.testing import (
@@ -106,7 +106,7 @@ def test_index_topk_on_hopper():
     visible = torch.arange(rows, device="cuda", dtype=torch.int32) + 1100
     pool, q = random_index_pool(40, 128, FP8, "cuda"), random(rows, 64, 128, dtype=FP8)
     weights, chosen = random(rows, 64, dtype=torch.float32), int32(*[0] * 33 * rows).view(rows, 33)
-    assert on_hopper(q, pool, 0, rows // 2, 0, None) == (torch.cuda.get_device_capability() == (9, 0))
+    assert on_hopper(q, pool, 0, rows // 2, 0, None) == (torch.cuda.get_device_capability() == HOPPER)
     ops.index_topk_prefill(q, weights, pool, table, requests, visible, chosen, False, 1 << 20, provider="triton")
     check_topk(chosen, visible, *index_scores_oracle(q, weights, pool, table, requests, visible))
 

@@ -28,12 +28,6 @@ CASES = [("fp8", H) for H in (1, 8, 16, 17, 32, 64, 96, 128)] + [("bf16", H) for
 
 
 @pytest.fixture
-def hopper():
-    if torch.cuda.get_device_capability() != sparse_mla_hopper.CAPABILITY:
-        pytest.skip("needs Hopper")
-
-
-@pytest.fixture
 def any_heads(monkeypatch):
     monkeypatch.setattr(sparse_mla_hopper, "MIN_HEADS", 1)
 
