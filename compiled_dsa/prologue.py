@@ -119,11 +119,8 @@ def select_and_absorb_queries(
     kv_b = up_projection(layer.kv_b_proj, N + c.v_head_dim, e.q_nope.dtype)
     topk = torch.empty(T, c.index_topk, dtype=torch.int32, device=e.q_nope.device)
     q_latent = e.q_nope.new_empty(H, T, c.kv_lora_rank).transpose(0, 1)
-    ahead, o_proj = [kv_b], layer.o_proj
-    if type(o_proj) is nn.Linear and type(o_proj.weight.data) is Tensor and o_proj.weight.device == kv_b.device:
-        ahead.append(o_proj.weight)
     where = (pools.index_keys, batch.page_table, batch.req_of_row, batch.visible)
-    absorption = (e.q_nope, kv_b[:, :N], q_latent, ahead)
+    absorption = (e.q_nope, kv_b[:, :N], q_latent)
     options = (positions_out, c.index_init_tokens, c.index_local_tokens)
     select_and_absorb(e.index_q, e.weights, *where, topk, c.deterministic, *absorption, *options)
     return topk, q_latent

@@ -120,13 +120,11 @@ class Op:
     def check_all(self, *args) -> None:
         """Raises ValueError unless the arguments share a device and keep the op's contract."""
         device = _device(args)
-        for position, argument in enumerate(args):
-            for tensor in argument if isinstance(argument, list) else (argument,):
-                if isinstance(tensor, torch.Tensor) and tensor.device != device:
-                    name = tuple(self.arguments)[position]
-                    raise ValueError(
-                        f"{name} is on {tensor.device}, other arguments on {device}; all must share a device"
-                    )
+        for name, argument in zip(self.arguments, args):
+            if isinstance(argument, torch.Tensor) and argument.device != device:
+                raise ValueError(
+                    f"{name} is on {argument.device}, other arguments on {device}; all must share a device"
+                )
         self.check(**self.by_name(args))
 
     def __call__(self, *args, provider: str | None = None) -> None:

@@ -10,11 +10,11 @@ from compiled_dsa.custom_ops import index_topk
 from compiled_dsa.custom_ops.layout import check_dtype, check_shape
 from compiled_dsa.custom_ops.registry import define
 
-_ABSORB = "Tensor q_nope, Tensor w_uk, Tensor(c!) q_latent, Tensor[] ahead"
+_ABSORB = "Tensor q_nope, Tensor w_uk, Tensor(c!) q_latent"
 
 
 def check(
-    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, q_nope, w_uk, q_latent, ahead,
+    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, q_nope, w_uk, q_latent,
     positions_out=None, init_tokens=0, local_tokens=0,
 ) -> None:  # fmt: skip
     index_topk.check_decode(
@@ -34,7 +34,7 @@ def absorb(q_nope: Tensor, w_uk: Tensor, q_latent: Tensor) -> None:
 
 
 def reference(
-    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, q_nope, w_uk, q_latent, ahead,
+    q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, q_nope, w_uk, q_latent,
     positions_out=None, init_tokens=0, local_tokens=0,
 ) -> None:  # fmt: skip
     index_topk.reference(
@@ -64,29 +64,26 @@ def select_and_absorb(
     q_nope: Tensor,
     w_uk: Tensor,
     q_latent: Tensor,
-    ahead: list[Tensor],
     positions_out: Tensor | None = None,
     init_tokens: int = 0,
     local_tokens: int = 0,
     *,
     provider: str | None = None,
 ) -> None:
-    """``index_topk_decode`` and q_latent[t, h] = q_nope[t, h] @ w_uk[h], on two streams where that is faster.
+    """``index_topk_decode`` and q_latent[t, h] = q_nope[t, h] @ w_uk[h], beside each other where that is faster.
 
-    Few rows leave most of a GPU idle while keys are scored and selected: enough to read the weights of the absorption,
-    and the first of those that come after the attention into L2.
+    A selection leaves most of a GPU idle, whose time is enough to read the weights of the absorption.
 
     Args:
         q .. deterministic, positions_out, init_tokens, local_tokens: as of ``index_topk_decode``.
         q_nope: [T, H, N]; its last dim dense.
         w_uk: [H, N, L], W_UK of each head, dtype of q_nope.
         q_latent: [T, H, L], dtype of q_nope, head by head or row by row in memory.
-        ahead: weights that are read next, contiguous; a hint.
 
     Raises:
         ValueError: a shape or dtype outside this contract.
     """
     torch.ops.compiled_dsa.select_and_absorb(
-        q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, q_nope, w_uk, q_latent, ahead,
+        q, weights, pool, page_table, req_of_row, visible, topk_out, deterministic, q_nope, w_uk, q_latent,
         positions_out, init_tokens, local_tokens, provider=provider,
     )  # fmt: skip

@@ -56,7 +56,7 @@ def sample_arguments(op: str, pool_dtype: torch.dtype, device: torch.device) -> 
         "store_tokens": (latent_pool, codes_pool, bf16(T, Q), *products, *norms, *angles, int64(T), 1e-6, 1e-6, *flags),
         "encode_queries": (*encoded, bf16(T, H, R), bf16(T, HI, D), fp32(T, HI), *angles, 1.0, *flags),
         "index_topk_decode": select,
-        "select_and_absorb": (*select, bf16(T, H, N), bf16(H, N, L), bf16(T, H, L), []),
+        "select_and_absorb": (*select, bf16(T, H, N), bf16(H, N, L), bf16(T, H, L)),
         "index_topk_prefill": (*select, SCRATCH_BYTES),
         "sparse_mla_decode": (bf16(T, H, L), bf16(T, H, R), *attend, scale, sinks, bf16(T, H, L), fp32(T, H)),
         "skinny_linear": (bf16(T, H * V), bf16(D, H * V), bf16(T, D)),

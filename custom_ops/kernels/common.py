@@ -81,7 +81,8 @@ def dot_precision(dtype: torch.dtype) -> str:
 @triton.jit
 def wait_for_kernel_in_front():
     """The kernel behind starts and waits likewise. Whoever waits may assume all that came before as done, as long as
-    every program of every kernel launched so waits before it reads or writes what others do."""
+    every program of every kernel launched so waits before it reads or writes what others do. One that waits at its end
+    instead (select_and_absorb.py) keeps that true for those behind it."""
     tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
 

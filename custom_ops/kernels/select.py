@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_dsa.custom_ops.kernels.common import early_start, outputs, paged_slots
+from compiled_dsa.custom_ops.kernels.common import early_start, outputs, paged_slots, wait_for_kernel_in_front
 from compiled_dsa.custom_ops.layout import PAGE
 
 DIRECT_SCORES = 1 << 14  # rows up to here are not narrowed down
@@ -302,7 +302,7 @@ def _select(
     out = topk_out + row * out_row
     out_positions = positions_out + row * positions_row
     if EARLY:
-        tl.extra.cuda.gdc_wait()  # until the scores are written
+        wait_for_kernel_in_front()  # which writes the scores; what the one behind may do is in select_and_absorb.py
     if n <= K:
         store_all(out, out_positions, table, n, pages, K, WIDTH, SLOTS, POSITIONS)
         return

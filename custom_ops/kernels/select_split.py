@@ -18,7 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_dsa.custom_ops.kernels.common import early_start, multiprocessors, outputs, paged_slots
+from compiled_dsa.custom_ops.kernels.common import (
+    early_start,
+    multiprocessors,
+    outputs,
+    paged_slots,
+    wait_for_kernel_in_front,
+)
 from compiled_dsa.custom_ops.kernels.select import (
     LOAD,
     cut,
@@ -186,7 +192,7 @@ def _select_split(
     groups += row * maxima_row
     counters += row * (BINS + 16)
     if EARLY:
-        tl.extra.cuda.gdc_wait()  # until the scores are written
+        wait_for_kernel_in_front()  # which writes the scores; what the one behind may do is in select_and_absorb.py
     if n <= K:
         if split == 0:
             store_all(out, out_positions, table, n, pages, K, WIDTH, SLOTS, POSITIONS)

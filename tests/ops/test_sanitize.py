@@ -112,12 +112,12 @@ def test_index_topk_on_hopper():
 
 
 def test_select_and_absorb():
-    """On two streams, with weights that are fetched ahead: whole lines of one, none of the other."""
+    """Products beside the selection; of the kernel's sizes only the rows may be odd."""
     pool, rows = random_index_pool(7, 64, FP8, "cuda"), (random_page_table(2, 3, 7, "cuda"), int32(0, 0, 1, 1, 1))
     q, weights, chosen = random(T, 24, 64, dtype=FP8), random(T, 24, dtype=torch.float32), int32(*[0] * 33 * T)
-    select = (q, weights, pool, *rows, int32(192, 0, 7, 189, 100), chosen.view(T, 33), True)
-    q_latent, kv_b = random(T, 9, 100), random(9, 37, 100)
-    ops.select_and_absorb(*select, random(T, 9, 21), kv_b[:, :21], q_latent, [kv_b, random(63)], provider="triton")
+    select = (q, weights, pool, *rows, int32(192, 0, 7, 189, 100), chosen.view(T, 33), False)
+    q_latent, kv_b = random(T, 9, 128), random(9, 107, 128)
+    ops.select_and_absorb(*select, random(T, 9, 64), kv_b[:, :64], q_latent, provider="triton")
     assert q_latent.isfinite().all()
 
 
