@@ -31,7 +31,10 @@ SKINNY_LINEAR = define(
     "skinny_linear(Tensor x, Tensor weight, Tensor(a!) out)",
     check=check,
     reference=reference,
-    providers={"triton": "compiled_dsa.custom_ops.kernels.skinny_linear"},
+    providers={
+        "triton": "compiled_dsa.custom_ops.kernels.skinny_linear",
+        "cublaslt": "compiled_dsa.custom_ops.providers.cublaslt",
+    },
     library=True,
 )
 
@@ -41,7 +44,7 @@ def skinny_linear(x: Tensor, weight: Tensor, out: Tensor, *, provider: str | Non
 
     An op, since few rows are bound by the reading of the weights, which libraries spread over too few multiprocessors
     or split, with a second launch for the sums. Where there are more rows, or tiles of another number than fill a
-    device, it is the library's product. Sums are in fp32, save that torch lets cuBLAS add partial sums in the dtype of
+    device, it is a library's product. Sums are in fp32, save that torch lets cuBLAS add partial sums in the dtype of
     ``out``; no gradient is computed.
 
     Args:

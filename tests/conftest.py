@@ -98,7 +98,7 @@ class Backend:
 
 
 _GPU = pytest.mark.gpu
-_LIBRARIES = ("deep_gemm", "flash_mla", "flashinfer", "torch")
+_LIBRARIES = ("cublaslt", "deep_gemm", "flash_mla", "flashinfer", "torch")
 _BACKENDS = [
     pytest.param(Backend("reference", "cpu"), id="reference-cpu"),
     pytest.param(Backend("reference", "cuda"), id="reference-cuda", marks=_GPU),

@@ -25,7 +25,7 @@ def test_against_einsum(T, by_head, dtype, device):
 @pytest.mark.parametrize("T", [1, 2, 33, 64])
 def test_few_rows(T, by_head, shapes, backend):
     """Real numbers of heads and sizes, and tiles that end inside."""
-    H, V, L = shapes if backend.device == "cuda" else (2, *shapes[1:])  # so many that tiles fill the interpreter's
+    H, V, L = shapes if backend.device == "cuda" else (4, *shapes[1:])  # so many that tiles fill the interpreter's
     latents = torch.randn(H, T, L) if by_head else torch.randn(T, H, L).transpose(0, 1)
     latents = latents.to(backend.device, torch.float16).transpose(0, 1)
     w_uv = torch.randn(H, 16 + V, L, device=backend.device).half()[:, 16:]
