@@ -94,10 +94,15 @@ def finite(maximum):
 
 
 @triton.jit
+def slots_in(page, positions, pages):
+    """int64 physical slots of token positions that lie in these pages; -1 where no page of the pool is."""
+    return tl.where((page >= 0) & (page < pages), page.to(tl.int64) * _PAGE + positions % _PAGE, -1)
+
+
+@triton.jit
 def paged_slots(table, positions, inside, pages):
     """int64 physical slots of token positions of one request; -1 outside ``inside`` and where no page of the pool is.
 
     ``table`` points at the request's row of the page table.
     """
-    page = tl.load(table + positions // _PAGE, mask=inside, other=-1)
-    return tl.where((page >= 0) & (page < pages), page.to(tl.int64) * _PAGE + positions % _PAGE, -1)
+    return slots_in(tl.load(table + positions // _PAGE, mask=inside, other=-1), positions, pages)

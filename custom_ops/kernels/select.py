@@ -12,7 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_dsa.custom_ops.kernels.common import early_start, outputs, paged_slots, wait_for_kernel_in_front
+from compiled_dsa.custom_ops.kernels.common import (
+    early_start,
+    multiprocessors,
+    outputs,
+    paged_slots,
+    slots_in,
+    wait_for_kernel_in_front,
+)
 from compiled_dsa.custom_ops.layout import PAGE
 
 DIRECT_SCORES = 1 << 14  # rows up to here are not narrowed down
@@ -25,6 +32,7 @@ SMALLEST_TILE = 1 << 9
 LOAD = 4  # neighbouring scores that a thread loads together
 SCORES_PER_THREAD = 32
 MOST_WARPS = 32
+MOST_REGISTERS = 1 << 7  # a thread, of rows that are more than multiprocessors: two programs of 8 warps share one
 
 
 @triton.jit
@@ -47,100 +55,150 @@ def tile_index(SIZE: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _count(chosen):
-    # those of a thread in fp32: sums of bits become long chains of logic
-    return tl.sum(tl.sum(tl.sum(tl.where(chosen, 1.0, 0.0), axis=2), axis=1).to(tl.int32), axis=0)
+def _counts(chosen):
+    """Those of a thread in fp32: sums of bits become long chains of logic."""
+    return tl.sum(tl.sum(tl.where(chosen, 1.0, 0.0), axis=2), axis=1).to(tl.int32)
 
 
 @triton.jit
-def _log2(count):
-    """To about 0.01: that of the library takes as long as a count."""
-    bits = count.to(tl.float32).to(tl.int32, bitcast=True)
+def count_of(chosen):
+    return tl.sum(_counts(chosen), axis=0)
+
+
+@triton.jit
+def _two_counts(chosen, others):
+    """In the time of little more than one."""
+    return tl.split(tl.sum(tl.join(_counts(chosen), _counts(others)), axis=0))
+
+
+@triton.jit
+def log2(count):
+    """To about 0.01, of 0.5 for 0: that of the library takes as long as a count."""
+    bits = tl.maximum(count, 0.5).to(tl.int32, bitcast=True)
     fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
     return (bits >> 23) - 127 + fraction * (1.3465 - 0.3465 * fraction)
 
 
 @triton.jit
-def _smallest(score):
+def _log_odds(count, all):
+    return log2(count) - log2(all - count)
+
+
+@triton.jit
+def smallest(score):
     return tl.min(tl.min(tl.min(score, axis=2), axis=1), axis=0)
 
 
 @triton.jit
-def start_search(score, bound):
-    """(low, high, reached, beyond) of all scores >= bound, as ``search`` takes them; of all numbers if that is -inf."""
-    if bound == float("-inf"):
-        bound = _smallest(score)
-    # no -0.0: 0.0 reaches it, but has a higher key
-    high = to_key(tl.max(tl.max(tl.max(score, axis=2), axis=1), axis=0) + 0.0) + 1
-    return to_key(bound), high, _count(score >= bound), 0
+def _extremes(opposite, largest, count, opposite_, largest_, count_):
+    return tl.maximum(opposite, opposite_), tl.maximum(largest, largest_), count + count_
 
 
 @triton.jit
-def search(score, low, high, reached, beyond, least, most):
+def start_search(score, bound):
+    """(low, high, reached, beyond, all) of all scores >= bound, as ``search`` takes them; of all numbers if that is
+    -inf.
+    """
+    largest = tl.max(tl.max(score, axis=2), axis=1)
+    opposite = largest
+    if bound == float("-inf"):
+        opposite = tl.max(tl.max(-score, axis=2), axis=1)
+    opposite, highest, reached = tl.reduce((opposite, largest, _counts(score >= bound)), 0, _extremes)
+    all = tl.where(bound == float("-inf"), reached, score.shape[0] * score.shape[1] * score.shape[2])
+    bound = tl.where(bound == float("-inf"), -opposite, bound)
+    # no -0.0: 0.0 reaches it, but has a higher key
+    return to_key(bound), to_key(highest + 0.0) + 1, reached, 0, all
+
+
+@triton.jit
+def search(score, low, high, reached, beyond, all, least, most):
     """(low, reached, beyond): between ``least`` and ``most`` scores reach ``low``, ``reached`` of them.
 
     More only where too many are equal to ``low``; ``beyond`` of them are above it then. Fewer only where there are not
     so many.
 
-    Counts how many scores reach a guess. Every other guess interpolates, as if the logarithm of the count were linear;
-    the next halves the interval of bit patterns, so that no distribution takes more than 64; and some try the next
-    larger score, which ends the search among many equal ones. Random scores take about 10.
+    Counts how many scores reach two guesses at a time. They are on both sides of where the count, if it were linear
+    between ``low`` and ``high``, would be the one sought: as far as it strays from that among scores drawn at random,
+    so that often the next interval is what is between them, and holds but the square root of so many scores. An end
+    that stays counts half as much the next time. Where both counts were known before, the next larger score is tried,
+    which ends the search among many equal ones. Then, and every sixth time, the interval of bit patterns loses at least
+    a third, so that no distribution takes more than 330. Random scores take 4 to 6, and the hardest of many about 35.
 
     Args:
         low, high: keys. The score sought is not below ``low``, and it is below ``high``.
         reached, beyond: how many scores are at or above ``low``, and ``high``.
+        all: how many there are. First the log of the odds is taken as linear, not the count.
     """
-    aim = _log2(0.5 * (least + most) + 0.25)
+    aim = 0.5 * (least + most)
+    slope = 0.6931 * aim * (1.0 - aim / all)
+    # how far the counts at both ends are from the one sought
+    above = slope * (_log_odds(reached, all) - _log_odds(aim, all))
+    under = slope * (_log_odds(aim, all) - _log_odds(beyond, all))
+    curved = 0.7 / aim
     guess = 0
+    stuck = reached < 0
     while (reached > most) & (high - low > 1):
-        middle = low + ((high - low) >> 1)
-        if guess % 8 == 7:
-            low = to_key(_smallest(tl.where(score >= to_score(low), score, float("nan"))))
-            middle = low + 1
-        elif guess % 2 == 0:
-            share = (_log2(reached) - aim) / (_log2(reached) - _log2(tl.maximum(beyond, 0.5)))
-            middle = to_key(to_score(low) + (to_score(high) - to_score(low)) * share)
-        middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
-        count = _count(score >= to_score(middle))
-        enough = count >= least
-        low = tl.where(enough, middle, low)
-        reached = tl.where(enough, count, reached)
-        high = tl.where(enough, high, middle)
-        beyond = tl.where(enough, beyond, count)
+        first = low + (high - low) // 3
+        second = high - (high - low) // 3
+        within = reached - beyond
+        if stuck:
+            low = to_key(smallest(tl.where(score >= to_score(low), score, float("nan"))))
+            first = low + 1
+        elif guess % 6 != 5:
+            root = tl.rsqrt(above + under)
+            share = above * root * root  # in half the time of a division
+            variance = share * (1.0 - share)
+            # the second part is for what is not linear
+            stray = 0.6 * tl.rsqrt(within.to(tl.float32)) * tl.sqrt(variance) + variance * tl.minimum(
+                within * curved, 0.3
+            )
+            span = to_score(high) - to_score(low)
+            first = to_key(to_score(low) + span * (share - stray))
+            second = to_key(to_score(low) + span * (share + stray))
+        first = tl.minimum(tl.maximum(first, low + 1), high - 1)
+        second = tl.minimum(tl.maximum(second, first), high - 1)
+        many, few = _two_counts(score >= to_score(first), score >= to_score(second))
+        low = tl.where(few >= least, second, tl.where(many >= least, first, low))
+        reached = tl.where(few >= least, few, tl.where(many >= least, many, reached))
+        high = tl.where(many < least, first, tl.where(few < least, second, high))
+        beyond = tl.where(many < least, many, tl.where(few < least, few, beyond))
+        above = tl.where(many >= least, reached - aim, 0.5 * above)
+        under = tl.where(few < least, aim - beyond, 0.5 * under)
+        stuck = (stuck == 0) & (reached - beyond == within)
         guess += 1
     return low, reached, beyond
 
 
 @triton.jit
 def cut(score, position, end, low, reached, beyond, least, most):
-    """(sure, threshold, last): the best scores are those >= sure, and of those equal to the threshold the ones at
-    positions before ``last``, where that is not 0. From what ``search`` found.
+    """(score, number): as many scores reach ``low``, from what ``search`` found. Where too many are equal to it, those
+    at the highest positions become NaN.
     """
-    sure = to_score(low)
-    last = 0
-    if reached > most:  # too many are equal to the threshold
-        sure = to_score(low + 1)
+    if reached > most:
         last = end
         first = 0
         right = end
         ties = reached - beyond
         while ties != least - beyond:
             last = (first + right) // 2
-            ties = _count((score == to_score(low)) & (position < last))
+            ties = count_of((score == to_score(low)) & (position < last))
             few = ties < least - beyond
             first = tl.where(few, last, first)
             right = tl.where(few, right, last)
-    return sure, to_score(low), last
+        score = tl.where((score == to_score(low)) & (position >= last), float("nan"), score)
+        reached = least
+    return score, reached
 
 
 @triton.jit
-def threshold_of(score, position, end, bound, least, most):
-    """``cut`` so that the best scores are between ``least`` and ``most`` of those >= bound; fewer where there are not
-    so many.
+def best_of(score, position, end, bound, least, most):
+    """(score, threshold, number): as many scores reach the threshold, the best ones. They are between ``least`` and
+    ``most`` of those >= bound; fewer where there are not so many. Some that are equal to it may have become NaN.
     """
-    low, high, reached, beyond = start_search(score, bound)
-    low, reached, beyond = search(score, low, high, reached, beyond, least, most)
-    return cut(score, position, end, low, reached, beyond, least, most)
+    low, high, reached, beyond, all = start_search(score, bound)
+    low, reached, beyond = search(score, low, high, reached, beyond, all, least, most)
+    score, number = cut(score, position, end, low, reached, beyond, least, most)
+    return score, to_score(low), number
 
 
 @triton.jit
@@ -178,34 +236,36 @@ def store_chosen(
     slot,
     position,
     score,
-    sure,
     threshold,
-    last,
+    number,
     K,
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """The lanes of a row by what ``threshold_of`` says of its scores. Without SLOTS, ``slot`` has no use, and the
-    compiler drops its loads."""
-    place, count = places(score >= sure, 0)
+    """The lanes of a row by what ``best_of`` says of its scores. Without SLOTS, ``slot`` has no use, and the compiler
+    drops its loads."""
+    chosen = score >= threshold
+    place, end = places(chosen, 0)
     if SLOTS:
-        tl.store(out + place, slot, mask=score >= sure)
+        tl.store(out + place, slot, mask=chosen)
     if POSITIONS:
-        tl.store(out_positions + place, position, mask=score >= sure)
-    if last > 0:
-        ties = (score == threshold) & (position < last)
-        place, count = places(ties, count)
-        if SLOTS:
-            tl.store(out + place, slot, mask=ties)
-        if POSITIONS:
-            tl.store(out_positions + place, position, mask=ties)
-    for start in range(0, K, WIDTH):
+        tl.store(out_positions + place, position, mask=chosen)
+    for start in range(number // WIDTH * WIDTH, K, WIDTH):
         lane = start + tl.arange(0, WIDTH)
+        unused = (lane >= number) & (lane < K)
         if SLOTS:
-            tl.store(out + lane, tl.full([WIDTH], -1, tl.int32), mask=(lane >= count) & (lane < K))
+            tl.store(out + lane, tl.full([WIDTH], -1, tl.int32), mask=unused)
         if POSITIONS:
-            tl.store(out_positions + lane, tl.full([WIDTH], -1, tl.int32), mask=(lane >= count) & (lane < K))
+            tl.store(out_positions + lane, tl.full([WIDTH], -1, tl.int32), mask=unused)
+
+
+@triton.jit
+def end_with_nan(scores, n, LOAD: tl.constexpr):
+    """A row of n scores can be read in whole loads then, which are within its memory."""
+    tail = n // LOAD * LOAD + tl.arange(0, LOAD)
+    tl.store(scores + tail, float("nan"), mask=(tail >= n) & (tail < tl.cdiv(n, LOAD) * LOAD))
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -226,46 +286,53 @@ def select_row(
     LOAD: tl.constexpr,
     SLOTS: tl.constexpr,
     POSITIONS: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
-    """A row that sees ``n`` > K keys: K groups by their maxima if it has more, then the K best scores of these."""
+    """A row that sees ``n`` > K keys, ``end_with_nan``: K groups by their maxima if it has more, then the K best scores
+    of these.
+    """
     inside = tl.arange(0, LOAD)[None, None, :]
     quad = tile_index(TILE // LOAD, WIDTH // LOAD)  # each LOAD neighbouring scores of a group
     count = tl.cdiv(n, GROUP)
     group = quad // (GROUP // LOAD)
     good = group < count
     bound = float("-inf")
-    if BLOCK:  # noqa: SIM102 (decided when compiled)
+    if BLOCK:
+        # Conditions of whole loads, none of which is known here. With one for each maximum, or some loads sure to be
+        # needed, the compiler waits for a load before the next.
+        load = tile_index(BLOCK // LOAD, WIDTH // LOAD)
+        lane = load[:, :, None] * LOAD + inside
+        last = (count - 1) // LOAD
+        best = tl.load(maxima + lane, mask=(load < last)[:, :, None], other=float("nan"))
         if count > TILE // GROUP:
-            lane = tile_index(BLOCK // LOAD, WIDTH // LOAD)[:, :, None] * LOAD + inside
-            # read to a multiple of 16, within the row's memory, so that LOAD of them are loaded together
-            best = tl.load(maxima + lane, mask=lane < tl.cdiv(count, 16) * 16, other=float("nan"))
+            rest = last * LOAD + inside
+            end = tl.load(maxima + rest, mask=rest < count - 1, other=float("nan"))
             # the window may end inside the last group
             tail = (count - 1) * GROUP + tl.arange(0, GROUP)
             tail = tl.load(scores + tail, mask=tail < n, other=float("nan"))
-            best = tl.where(lane < count - 1, best, tl.where(lane == count - 1, tl.max(tail, axis=0), float("nan")))
-            sure, bound, last = threshold_of(best, lane, count, bound, K, TILE // GROUP)
-            chosen = groups
+            end = tl.where(rest == count - 1, tl.max(tail, axis=0), end)
+            best = tl.where((load == last)[:, :, None], end, best)
+            best, bound, number = best_of(best, lane, count, bound, K, TILE // GROUP)
+            chosen = groups + 1  # not aligned: loads of several would leave them with other threads than their scores
             tl.debug_barrier()  # all maxima are in registers: their memory takes the groups
-            place, count = places(best >= sure, 0)
-            tl.store(chosen + place, lane, mask=best >= sure)
-            if last > 0:
-                ties = (best == bound) & (lane < last)
-                place, count = places(ties, count)
-                tl.store(chosen + place, lane, mask=ties)
+            place, end = places(best >= bound, 0)
+            tl.store(chosen + place, lane, mask=best >= bound)
             tl.debug_barrier()
+            count = number
             if count < K:  # so few groups have a number: all are taken, and scores below their maxima too
                 bound = float("-inf")
             good = group < count
             group = tl.load(chosen + group, mask=good, other=0)
 
     first = group * GROUP + quad % (GROUP // LOAD) * LOAD
-    slot = paged_slots(table, first, good, pages).to(tl.int32)
+    # used once the search is over, but loaded at the same time as the scores
+    natural = first.to(tl.uint32)  # whose remainders are cheaper
+    page = tl.load(table + natural // PAGE, mask=good, other=-1)
     position = first[:, :, None] + inside
-    score = tl.load(scores + position, mask=good[:, :, None], other=float("nan"))
-    score = tl.where(position < n, score, float("nan"))
-    sure, threshold, last = threshold_of(score, position, n, bound, K, K)
-    slot = slot[:, :, None] + inside
-    store_chosen(out, out_positions, slot, position, score, sure, threshold, last, K, WIDTH, SLOTS, POSITIONS)
+    score = tl.load(scores + position, mask=(good & (first < n))[:, :, None], other=float("nan"))
+    score, threshold, number = best_of(score, position, n, bound, K, K)
+    slot = slots_in(page, natural, pages).to(tl.int32)[:, :, None] + inside
+    store_chosen(out, out_positions, slot, position, score, threshold, number, K, WIDTH, SLOTS, POSITIONS)
 
 
 @triton.jit(do_not_specialize=["columns", "pages", "K"])
@@ -291,6 +358,7 @@ def _select(
     TILE: tl.constexpr,  # scores of the groups that are left
     WIDTH: tl.constexpr,
     LOAD: tl.constexpr,
+    PAGE: tl.constexpr,
     EARLY: tl.constexpr,
     SLOTS: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -306,10 +374,11 @@ def _select(
     if n <= K:
         store_all(out, out_positions, table, n, pages, K, WIDTH, SLOTS, POSITIONS)
         return
-    best = maxima + row * maxima_row
+    scores += row * scores_row
+    end_with_nan(scores, n, LOAD)
     select_row(
-        scores + row * scores_row, best, groups + row * maxima_row, table, out, out_positions, n, pages, K,
-        GROUP, BLOCK, TILE, WIDTH, LOAD, SLOTS, POSITIONS,
+        scores, maxima + row * maxima_row, groups + row * maxima_row, table, out, out_positions, n, pages, K,
+        GROUP, BLOCK, TILE, WIDTH, LOAD, SLOTS, POSITIONS, PAGE,
     )  # fmt: skip
 
 
@@ -350,14 +419,16 @@ def write_slots(
     """Writes ``topk_out``, ``positions_out`` or both, [rows, K] and whole, from scores [rows, 64 W] and the maxima of
     groups, of which there are none with ``group`` 0.
 
-    Of a row, only the scores of its first ``visible`` keys are used. Overwrites ``maxima``. With ``early`` the launch
-    does not wait for the end of the kernel before, which must be the one that writes the scores.
+    Of a row, only the scores of its first ``visible`` keys are used. Overwrites up to 3 after them, and ``maxima``.
+    With ``early`` the launch does not wait for the end of the kernel before, which must be the one that writes the
+    scores.
     """
     slots, positions = outputs(topk_out, positions_out)
     rows, K = slots.shape
     columns = page_table.shape[1] * PAGE
     block, tile = row_tiles(columns, K, group)
     warps = max(4, min(MOST_WARPS, max(block, tile) // (32 * SCORES_PER_THREAD)))
+    capped = {"maxnreg": min(MOST_REGISTERS, 65536 // (32 * warps))} if rows > multiprocessors(scores.device) else {}
     _select[(rows,)](
         scores,
         maxima,
@@ -380,8 +451,10 @@ def write_slots(
         TILE=tile,
         WIDTH=min(LOAD * 32 * warps, tile, block or tile),
         LOAD=LOAD,
+        PAGE=PAGE,
         SLOTS=topk_out is not None,
         POSITIONS=positions_out is not None,
         num_warps=warps,
+        **capped,
         **early_start(early),
     )

@@ -3,8 +3,9 @@
 Each program of a row finds, from the same maxima, the same bound that the K-th best score does not fall below, and
 writes those of its share of the scores that reach it, the candidates, to its segment of a list. Whichever program of
 the row ends last selects among the candidates of all. They are counted in fine bins between the bound and the largest
-maximum, so that hardly any search is left to it; without bins it counts as select.py does. Where a segment is too
-small, that program selects from the scores of the whole row as select.py does.
+maximum, so that hardly any search is left to it; without bins it counts as select.py does. Segments are mostly less
+than half full, and it looks at their other halves only where one is not. Where a segment is too small, that program
+selects from the scores of the whole row as select.py does.
 
 No program waits for another. The order of chosen keys depends on the segments only, never on which program ends last;
 with ``deterministic`` it becomes that of their positions (in_order.py).
@@ -28,6 +29,7 @@ from compiled_dsa.custom_ops.kernels.common import (
 from compiled_dsa.custom_ops.kernels.select import (
     LOAD,
     cut,
+    end_with_nan,
     places,
     row_tiles,
     search,
@@ -51,6 +53,10 @@ LARGEST_K = 1 << 11
 SMALLEST_LIST = 1 << 11
 WARPS = 16
 
+# what programs add to the counter of those that have ended: candidates fill more than half of a segment, or do not fit
+_LONG = tl.constexpr(1 << 10)
+_OVERFLOW = tl.constexpr(1 << 20)
+_NONE = tl.constexpr(-(1 << 31))
 _ABOVE_ALL = tl.constexpr(0xFF800001)  # the key after that of +inf
 
 
@@ -94,12 +100,16 @@ def _binning(bound, highest, LOG_BINS: tl.constexpr):
 @triton.jit
 def _bracket(bins, lowest, shift, K, BINS: tl.constexpr):
     """(low, high, reached, beyond), as ``search`` takes them, of the bin in which the K-th best candidate is."""
-    # how many are in a bin or in higher ones
-    count = tl.cumsum(tl.load(bins + tl.arange(0, BINS)), axis=0, reverse=True)
+    bin = BINS - 1 - tl.arange(0, BINS)  # the highest first: a scan in reverse moves all of them twice
+    count = tl.cumsum(tl.load(bins + bin), axis=0)  # how many are in a bin or in higher ones
     enough = count >= K
-    bin = tl.maximum(tl.sum(enough.to(tl.int32), axis=0) - 1, 0)
-    reached = tl.min(tl.where(enough, count, tl.max(count, axis=0)), axis=0)
-    beyond = tl.max(tl.where(enough, 0, count), axis=0)
+    # one reduction: the highest bin that has enough and its count, the smallest, and the count of the next higher one
+    some = tl.join(tl.where(enough, bin, 0), tl.where(enough, 0, count))
+    most = tl.max(tl.join(some, tl.where(enough, -count, _NONE)[:, None] + tl.zeros([1, 2], tl.int32)), axis=0)
+    some, fewest = tl.split(most)
+    bin, beyond = tl.split(some)
+    fewest, again = tl.split(fewest)
+    reached = tl.where(fewest == _NONE, beyond, -fewest)
     low = lowest + (bin.to(tl.uint32) << shift)
     high = tl.where(bin == BINS - 1, _ABOVE_ALL, lowest + ((bin + 1).to(tl.uint32) << shift))
     return low, high, reached, beyond
@@ -118,6 +128,7 @@ def _select_candidates(
     out_positions,
     n,
     K,
+    gap,
     SIZE: tl.constexpr,
     BINS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -125,19 +136,22 @@ def _select_candidates(
     SLOTS: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """The K best of the candidates in a row's list, NaN where there is none."""
-    lane = tile_index(SIZE // LOAD, min(WIDTH, SIZE) // LOAD)[:, :, None] * LOAD + tl.arange(0, LOAD)[None, None, :]
+    """The K best of SIZE candidates in a row's list, NaN where there is none: after each ``gap`` loads as many are left
+    out, if it is not 0. It is a power of two.
+    """
+    load = tile_index(SIZE // LOAD, min(WIDTH, SIZE) // LOAD)
+    lane = (load + (load & -gap))[:, :, None] * LOAD + tl.arange(0, LOAD)[None, None, :]
     score = tl.load(scores + lane)
+    # of candidates not chosen too, and not only once these are known: all loads take the time of one
+    slot = tl.load(slots + lane)
+    position = tl.load(positions + lane)
     if BINS:
         low, high, reached, beyond = _bracket(bins, lowest, shift, K, BINS)
     else:
-        low, high, reached, beyond = start_search(score, bound)
-    low, reached, beyond = search(score, low, high, reached, beyond, K, K)
-    some = score >= to_score(low)
-    slot = tl.load(slots + lane, mask=some, other=-1)
-    position = tl.load(positions + lane, mask=some, other=0)
-    sure, threshold, last = cut(score, position, n, low, reached, beyond, K, K)
-    store_chosen(out, out_positions, slot, position, score, sure, threshold, last, K, WIDTH, SLOTS, POSITIONS)
+        low, high, reached, beyond, all = start_search(score, bound)
+    low, reached, beyond = search(score, low, high, reached, beyond, SIZE, K, K)
+    score, number = cut(score, position, n, low, reached, beyond, K, K)
+    store_chosen(out, out_positions, slot, position, score, to_score(low), number, K, WIDTH, SLOTS, POSITIONS)
 
 
 @triton.jit(do_not_specialize=["columns", "pages", "K", "most", "splits"])
@@ -198,6 +212,7 @@ def _select_split(
             store_all(out, out_positions, table, n, pages, K, WIDTH, SLOTS, POSITIONS)
         return
 
+    end_with_nan(scores, n, LOAD)
     # every ``splits``-th page is this program's, so that all have about as many candidates
     inside = tl.arange(0, LOAD)[None, None, :]
     quad = tile_index(CHUNK // LOAD, min(WIDTH, CHUNK) // LOAD)
@@ -206,9 +221,9 @@ def _select_split(
     slot_ahead = paged_slots(table, first, first < n, pages).to(tl.int32)
 
     best = _best_of_groups(scores, maxima, n, GROUP, PIECE, PIECES, min(WIDTH, PIECE), LOAD)
-    low, high, reached, beyond = start_search(best, float("-inf"))
+    low, high, reached, beyond, all = start_search(best, float("-inf"))
     highest = high - 1
-    low, reached, beyond = search(best, low, high, reached, beyond, K, most)
+    low, reached, beyond = search(best, low, high, reached, beyond, all, K, most)
     bound = tl.where(reached < K, float("-inf"), to_score(low) + 0.0)  # no -0.0, whose key differs from that of 0.0
     lowest, shift = _binning(bound, highest, LOG_BINS)
 
@@ -223,7 +238,7 @@ def _select_split(
         ahead = tl.load(scores + first[:, :, None] + inside, mask=(first < n)[:, :, None], other=float("nan"))
         slot_ahead = paged_slots(table, first, first < n, pages).to(tl.int32)
         position = here[:, :, None] + inside
-        candidate = (score >= bound) & (position < n)
+        candidate = score >= bound
         place, count = places(candidate, count)
         stored = candidate & (place < room)
         tl.store(list_scores + segment + place, score, mask=stored)
@@ -238,24 +253,37 @@ def _select_split(
         unused = (lane >= count) & (lane < room)
         tl.store(list_scores + segment + lane, tl.full([WIDTH], float("nan"), tl.float32), mask=unused)
 
+    gap = room // 2 // LOAD  # the loads of half a segment
     overflow = count > room
+    long = count > gap * LOAD
     tl.debug_barrier()
     if SHARED:
-        ended = tl.atomic_add(counters + BINS, tl.where(overflow, 0x10001, 1), sem="acq_rel")
-        if ended % 0x10000 != splits - 1:
+        ended = tl.atomic_add(
+            counters + BINS, 1 + tl.where(long, _LONG, 0) + tl.where(overflow, _OVERFLOW, 0), sem="acq_rel"
+        )
+        if ended % _LONG != splits - 1:
             return
-        overflow = overflow | (ended >= 0x10000)
+        long = long | (ended % _OVERFLOW >= _LONG)
+        overflow = overflow | (ended >= _OVERFLOW)
 
     if overflow:
         select_row(
             scores, maxima, groups, table, out, out_positions, n, pages, K,
-            GROUP, BLOCK, TILE, WIDTH, LOAD, SLOTS, POSITIONS,
+            GROUP, BLOCK, TILE, WIDTH, LOAD, SLOTS, POSITIONS, PAGE,
+        )  # fmt: skip
+        return
+    list_scores += row * SIZE
+    list_positions += row * SIZE
+    list_slots += row * SIZE
+    if long:
+        _select_candidates(
+            list_scores, list_positions, list_slots, counters, bound, lowest, shift, out, out_positions, n, K,
+            0, SIZE, BINS if LOG_BINS > 0 else 0, WIDTH, LOAD, SLOTS, POSITIONS,
         )  # fmt: skip
     else:
-        listed = row * SIZE
         _select_candidates(
-            list_scores + listed, list_positions + listed, list_slots + listed, counters, bound, lowest, shift,
-            out, out_positions, n, K, SIZE, BINS if LOG_BINS > 0 else 0, WIDTH, LOAD, SLOTS, POSITIONS,
+            list_scores, list_positions, list_slots, counters, bound, lowest, shift, out, out_positions, n, K,
+            gap, SIZE // 2, BINS if LOG_BINS > 0 else 0, WIDTH, LOAD, SLOTS, POSITIONS,
         )  # fmt: skip
 
 
