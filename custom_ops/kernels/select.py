@@ -170,10 +170,9 @@ def search(score, low, high, reached, beyond, all, least, most):
 
 
 @triton.jit
-def cut(score, position, end, low, reached, beyond, least, most):
-    """(score, number): as many scores reach ``low``, from what ``search`` found. Where too many are equal to it, those
-    at the highest positions become NaN.
-    """
+def last_of_ties(score, position, end, low, reached, beyond, least, most):
+    """The position before which as many scores are equal to ``low`` as are wanted, 0 where all are wanted."""
+    last = 0
     if reached > most:
         last = end
         first = 0
@@ -185,9 +184,18 @@ def cut(score, position, end, low, reached, beyond, least, most):
             few = ties < least - beyond
             first = tl.where(few, last, first)
             right = tl.where(few, right, last)
+    return last
+
+
+@triton.jit
+def cut(score, position, end, low, reached, beyond, least, most):
+    """(score, number): as many scores reach ``low``, from what ``search`` found. Where too many are equal to it, those
+    at the highest positions become NaN.
+    """
+    last = last_of_ties(score, position, end, low, reached, beyond, least, most)
+    if last > 0:
         score = tl.where((score == to_score(low)) & (position >= last), float("nan"), score)
-        reached = least
-    return score, reached
+    return score, tl.where(last > 0, least, reached)
 
 
 @triton.jit

@@ -17,8 +17,8 @@ from compiled_dsa.custom_ops.kernels.common import early_start, multiprocessors,
 from compiled_dsa.custom_ops.kernels.select import (
     LOAD,
     count_of,
-    cut,
     end_with_nan,
+    last_of_ties,
     log2,
     smallest,
     store_all,
@@ -137,8 +137,11 @@ def _places(taken, first):
 def _k_best(score, position, n, K):
     """(scores, NaN instead of those equal to the threshold that are too many; the threshold, which K of them reach)"""
     low, reached, beyond = _search(score, K, K)
-    score, number = cut(score, position, n, low, reached, beyond, K, K)
-    return score, to_score(low)
+    threshold = to_score(low)
+    last = last_of_ties(score, position, n, low, reached, beyond, K, K)
+    if last > 0:
+        score = tl.where((score == threshold) & (position >= last), float("nan"), score)
+    return score, threshold
 
 
 @triton.jit
