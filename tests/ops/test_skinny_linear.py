@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compiled_dsa.custom_ops.kernels.common import multiprocessors
+from compiled_dsa.custom_ops.providers import cublaslt
 from compiled_dsa.testing import poisoned
 
 
@@ -56,6 +57,18 @@ def test_reasons(T, N, dtype, reason):
     x, weight, out = (torch.zeros(*shape, dtype=dtype) for shape in ((T, 32), (N, 32), (T, N)))
     with pytest.raises(ValueError, match=reason):
         torch.ops.compiled_dsa.skinny_linear(x, weight, out, provider="triton")
+
+
+def test_a_preference_is_restored_after_an_error(monkeypatch):
+    preferred = ["default"]
+    monkeypatch.setattr(
+        torch.backends.cuda,
+        "preferred_blas_library",
+        lambda new=None: preferred.append(new or preferred[-1]) or preferred[-1],
+    )
+    with pytest.raises(RuntimeError):
+        cublaslt.run(torch.zeros(2, 3), torch.zeros(4, 5), torch.zeros(2, 4))
+    assert "cublaslt" in preferred and preferred[-1] == "default"
 
 
 @pytest.mark.gpu
