@@ -105,6 +105,21 @@ def hard_rows(columns, device):
     return values
 
 
+def far_rows(columns, device):
+    """[7, columns], random but for: few +inf; many -inf; both; the largest numbers of both signs; two narrow lumps far
+    apart, of which the upper one has some more or less than 33; powers of 2; subnormal numbers."""
+    values = torch.randn(7, columns, device=device)
+    values[0, ::99] = torch.inf
+    values[1, ::2] = -torch.inf
+    values[2, ::99], values[2, 1::3] = torch.inf, -torch.inf
+    values[3, 5], values[3, 7] = torch.finfo(torch.float32).max, torch.finfo(torch.float32).min
+    values[4] = values[4] * 1e-6 - 1.0
+    values[4, ::15] = values[4, ::15] * 1e14 + 1e20
+    values[5] = 2.0 ** (values[5] * 40).round()
+    values[6] *= 1e-40
+    return values
+
+
 def zeros_of_both_signs(columns, device):
     """[4, columns]: 0.0 and -0.0 in turn; -0.0 only; both and -1.0; both in parts of a row of -1.0."""
     values = torch.zeros(4, columns, device=device)

@@ -6,7 +6,14 @@ import torch
 from compiled_dsa.custom_ops.kernels import select
 from compiled_dsa.custom_ops.layout import PAGE
 from compiled_dsa.testing import poisoned, random_page_table
-from tests.ops.index_cases import check_positions, hard_rows, narrow_rows_of, scores_and_maxima, zeros_of_both_signs
+from tests.ops.index_cases import (
+    check_positions,
+    far_rows,
+    hard_rows,
+    narrow_rows_of,
+    scores_and_maxima,
+    zeros_of_both_signs,
+)
 
 
 def write_slots(values, visible, K, device, prefill=False):
@@ -49,6 +56,15 @@ def test_zeros_of_both_signs(device, columns, monkeypatch):
     check_positions(*write_slots(values, visible, 20, device), values, visible, 20)
 
 
+@pytest.mark.parametrize("K", [16, 33, 100])
+@pytest.mark.parametrize("columns", [64, 256])
+def test_far_rows(device, K, columns, monkeypatch):
+    narrow_rows_of(columns * 2, monkeypatch)
+    values = far_rows(512, device)
+    visible = torch.full((7,), 512 - 1, dtype=torch.int32, device=device)
+    check_positions(*write_slots(values, visible, K, device), values, visible, K)
+
+
 @pytest.mark.parametrize("numbers", [1, 20, 33, 100])
 def test_numbers_in_fewer_groups_than_k(device, numbers, monkeypatch):
     """Their maxima bound nothing: a score below all of them may be among the best."""
@@ -64,6 +80,6 @@ def test_numbers_in_fewer_groups_than_k(device, numbers, monkeypatch):
 @pytest.mark.parametrize("K", [16, 33, 512, 2047, 2048])
 @pytest.mark.parametrize(("columns", "prefill"), [(8192, False), (32768, False), (32768, True), (131072, False)])
 def test_selection_of_long_rows(K, columns, prefill):
-    values = hard_rows(columns, "cuda")
-    visible = torch.tensor([columns - t for t in range(8)] + [K + 1], dtype=torch.int32, device="cuda")
+    values = torch.cat([hard_rows(columns, "cuda"), far_rows(columns, "cuda")])
+    visible = torch.tensor([columns - t for t in range(8)] + [K + 1] + [columns] * 7, dtype=torch.int32, device="cuda")
     check_positions(*write_slots(values, visible, K, "cuda", prefill), values, visible, K)

@@ -8,6 +8,7 @@ from compiled_dsa.custom_ops.layout import PAGE
 from compiled_dsa.testing import check_topk, index_scores_oracle, poisoned, random_index_pool, random_page_table
 from tests.ops.index_cases import (
     check_positions,
+    far_rows,
     hard_rows,
     one_hot,
     prefill_batch,
@@ -65,6 +66,12 @@ def test_hard_rows(device, small, K):
     values = hard_rows(COLUMNS, device)
     visible = torch.tensor([512, 511, 510, 512, 512, 509, 512, 500, 258], dtype=torch.int32, device=device)
     check(values, visible, K, device)
+
+
+@pytest.mark.parametrize("K", [16, 33, 100])
+def test_far_rows(device, small, K):
+    values = far_rows(COLUMNS, device)
+    check(values, torch.full((7,), COLUMNS - 1, dtype=torch.int32, device=device), K, device)
 
 
 @pytest.mark.parametrize("K", [16, 33, 100])

@@ -9,6 +9,7 @@ from compiled_dsa.testing import check_topk, index_scores_oracle, poisoned, rand
 from tests.ops.index_cases import (
     batch,
     check_positions,
+    far_rows,
     hard_rows,
     narrow_rows_of,
     one_hot,
@@ -59,6 +60,15 @@ def test_hard_rows(device, small, K, splits, log_bins, monkeypatch):
     monkeypatch.setattr(select_split, "LOG_BINS", log_bins)
     values = hard_rows(COLUMNS, device)
     visible = int32([512, 511, 510, 512, 512, 509, 512, 500, 258], device)
+    check_positions(*select_rows(values, visible, K, splits), values, visible, K)
+
+
+@pytest.mark.parametrize("log_bins", [0, 11])
+@pytest.mark.parametrize(("K", "splits"), [(16, 1), (33, 4)])
+def test_far_rows(device, small, K, splits, log_bins, monkeypatch):
+    monkeypatch.setattr(select_split, "LOG_BINS", log_bins)
+    values = far_rows(COLUMNS, device)
+    visible = torch.full((7,), COLUMNS - 1, dtype=torch.int32, device=device)
     check_positions(*select_rows(values, visible, K, splits), values, visible, K)
 
 
